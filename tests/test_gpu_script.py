@@ -49,5 +49,5 @@ def test_measure_smallest_writes_rows_and_a_profile(tmp_path: Path) -> None:
 def test_script_refuses_a_step_that_it_has_not(tmp_path: Path) -> None:
     done, results = call(tmp_path, "check", "--only", "run-gpro")
     assert done.returncode != 0
-    assert "there is no step 'run-gpro' in check" in done.stderr
+    assert "'run-gpro'" in done.stderr
     assert results == {}

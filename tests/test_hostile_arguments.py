@@ -19,6 +19,7 @@ from posttrain.errors import PosttrainError, RecipeError, RewardFailure, UsageEr
 from posttrain.option_types import shorten
 from posttrain.recipes.recipe import load_recipe
 from posttrain.training.memory import estimate_memory
+from refusing import refuses
 
 NO_PATHS = {
     "nul": "a\0b",
@@ -39,88 +40,10 @@ def evil(base: type = object, *failing: str) -> Any:
     return type("Evil", (base,), dict.fromkeys(failing, boom))
 
 
-NO_VALUES: dict[str, Any] = {
-    "repr": evil(object, "__repr__", "__str__")(),
-    "eq": type("Evil", (), {"__eq__": boom, "__hash__": lambda self: 1})(),
-    "bool": evil(object, "__bool__", "__len__")(),
-    "getattr": evil(object, "__getattr__")(),
-    "fspath": evil(object, "__fspath__")(),
-    "text": evil(str, "__repr__", "__str__")("no-such-name"),
-    "list": evil(list, "__iter__", "__len__", "__repr__")([1]),
-    "mapping": evil(dict, "__iter__", "__len__", "items", "keys", "__repr__")(name="no-such-name"),
-    "bytes": b"ab",
-    "none of all": object(),
-}
-
-# Where a path or a name is given on the command line; X stands for it.
-COMMANDS = """
-train X --dry-run
-train tiny/grpo --dry-run --runs-dir X
-train tiny/grpo --run X --train.steps 1
-train tiny/sft --train.steps 1 --task jsonl --task.path X
-train tiny/sft --train.steps 1 --model.name X
-train tiny/sft --allow-code X --dry-run
-evaluate X --task stories
-evaluate tiny --task X
-evaluate tiny --task stories --limit 1 --max-tokens 2 --out X
-evaluate tiny --task jsonl --task.path X
-evaluate tiny --task stories --limit 1 --best-of X
-evaluate tiny --task stories --limit 1 --against X
-evaluate tiny --task stories --limit 1 --against tiny-sft --judge X
-evaluate --compare X runs/r
-generate X hi
-generate tiny hi --sae X --steer 1=1
-generate tiny hi --template X
-activations X --layer 2 --task stories
-activations tiny --layer 2 --task stories --max-rows 50 --out X
-activations tiny --layer 2 --text X
-activations tiny --layer 2 --rollouts X
-activations acts --export-pt X
-activations X --import-pt resid.2 --out there
-sae train X --dry-run
-sae features X
-sae diff X tiny --layer 2
-quantize X --bits 8
-quantize tiny --bits 8 --limit 0 --out X
-runs show X
-runs delete X
-runs export X --to there
-runs export r --to X
-runs resume X
-runs list --runs-dir X
-sweep X --dry-run
-data show X
-data show jsonl --task.path X
-data show stories --limit 5 --plot X
-new X
-exercise show X
-exercise check group_advantage X
-recipes show X
-serve-command X
-serve tiny --record X
-""".strip().splitlines()
-
-
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POSTTRAIN_TRACEBACK", raising=False)
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_command_with_what_no_file_can_be_called_is_refused_in_words(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for bad in NO_PATHS.values():
-        try:
-            code = main([bad if word == "X" else word for word in line.split()])
-        except SystemExit as ended:  # of argparse
-            code = int(ended.code or 0)
-        error = capsys.readouterr().err
-        assert code in (1, 2), line
-        assert "Traceback" not in error
-        assert error.strip()
-    assert [path.name for path in tmp_path.iterdir() if path.name not in ("runs", "activations")] == []
 
 
 SHORT: dict[str, Any] = {"steps": 1, "eval__every": 0, "num_prompts": 1, "group_size": 2, "rollout__max_tokens": 4}
@@ -147,30 +70,6 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "sweep": lambda x: pt.sweep(x, progress=False),
     "sweep runs_dir": lambda x: pt.sweep({"recipe": "ppo-grpo-dpo"}, runs_dir=x, progress=False, steps="no number"),
 }
-VALUES: dict[str, Callable[[Any], object]] = {
-    **{name: call for name, call in PLACES.items() if name not in ("train data", "train eval_data", "evaluate data")},
-    "train rewards": lambda x: pt.train("tiny/grpo", rewards=[x], **SHORT),
-    "train weight": lambda x: pt.train("tiny/grpo", rewards=[("correct", x)], **SHORT),
-    "train row": lambda x: pt.train("tiny/grpo", data=[{"question": x, "answer": "1"}], **SHORT),
-    "train rows": lambda x: pt.train("tiny/grpo", data=[x, x], **SHORT),
-    "train lr": lambda x: pt.train("tiny/grpo", lr=x, **SHORT),
-    "train objective": lambda x: pt.train("tiny/grpo", objective=x, **SHORT),
-    "train resume": lambda x: pt.train("tiny/grpo", resume=x, **SHORT),
-    "train progress": lambda x: pt.train("tiny/grpo", **{**SHORT, "progress": x}),
-    "train unknown key": lambda x: pt.train("tiny/grpo", no_such_key=x, **SHORT),
-    "train reward's value": lambda x: pt.train("tiny/grpo", rewards=[lambda text: x], **SHORT),
-    "evaluate n": lambda x: pt.evaluate("tiny", ROWS, n=x, progress=False),
-    "evaluate temperature": lambda x: pt.evaluate("tiny", ROWS, temperature=x, progress=False),
-    "evaluate k": lambda x: pt.evaluate("tiny", ROWS, k=x, samples=2, progress=False),
-    "evaluate template": lambda x: pt.evaluate("tiny", ROWS, template=x, progress=False),
-    "evaluate engine": lambda x: pt.evaluate("tiny", ROWS, engine=x, progress=False),
-    "generate template": lambda x: pt.generate("tiny", "hi", template=x, max_tokens=2),
-    "evaluate seed": lambda x: pt.evaluate("tiny", ROWS, seed=x, progress=False),
-    "generate prompt": lambda x: pt.generate("tiny", [[{"role": "user", "content": x}]], max_tokens=2),
-    "generate seed": lambda x: pt.generate("tiny", "hi", seed=x, max_tokens=2),
-    "generate top_p": lambda x: pt.generate("tiny", "hi", top_p=x, max_tokens=2),
-    "generate max_tokens": lambda x: pt.generate("tiny", "hi", max_tokens=x),
-}
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -178,21 +77,6 @@ def test_python_with_what_no_file_can_be_called_is_refused_in_words(name: str, t
     for kind, bad in NO_PATHS.items():
         with pytest.raises(PosttrainError) as refused:
             PLACES[name](bad)
-        assert str(refused.value), (name, kind)
-
-
-# What is right for some argument: a text of a class of one's own, and None or bytes where a reward returns them.
-RIGHT = {("train row", "text"), ("generate prompt", "text"), ("train run", "text"), ("evaluate out", "text")}
-RIGHT |= {(f"{call} runs_dir", "text") for call in ("train", "evaluate", "generate")}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_python_with_objects_whose_methods_fail_is_refused_in_words(name: str) -> None:
-    for kind, bad in NO_VALUES.items():
-        if (name, kind) in RIGHT:
-            continue
-        with pytest.raises(PosttrainError) as refused:
-            VALUES[name](bad)
         assert str(refused.value), (name, kind)
 
 
@@ -219,8 +103,9 @@ def test_prompt_with_half_a_surrogate_pair_is_refused() -> None:
 def test_shorten_of_plain_values_is_their_repr_and_runs_no_repr_of_a_user() -> None:
     for value in ("a\n", 1, 1.5, None, True, b"x", [1, "a"], (1,), (), {"a": [1]}, {1, 2}, Path("a")):
         assert shorten(value) == repr(value)
-    assert shorten(NO_VALUES["repr"]) == "<Evil>"
-    assert shorten([NO_VALUES["repr"], {"a": NO_VALUES["text"]}]) == "[<Evil>, {'a': <Evil>}]"
+    silent, text = evil(object, "__repr__", "__str__")(), evil(str, "__repr__", "__str__")("no-such-name")
+    assert shorten(silent) == "<Evil>"
+    assert shorten([silent, {"a": text}]) == "[<Evil>, {'a': <Evil>}]"
 
 
 def test_explain_and_memory_of_names_that_nothing_can_have_answer_in_words(
@@ -273,7 +158,7 @@ def test_rows_of_a_sweep_are_names_in_any_collection(rows: Any) -> None:
 
 @pytest.mark.parametrize("over", [{3: [1]}, {"train.lr": 1e-5}, {"train.lr": evil()}, [("train.lr", [1e-5])]])
 def test_over_of_a_sweep_is_one_key_with_its_values(over: Any) -> None:
-    with pytest.raises(RecipeError, match=r"^over: "):
+    with refuses(RecipeError, "over"):
         pt.sweep("tiny/sft", over=over, progress=False)
 
 
@@ -298,7 +183,7 @@ def test_advantage_that_is_no_number_is_refused(trainer: pt.Trainer, advantage: 
     groups = trainer.sample(["What is 1 plus 1?"])
     for rollout in groups[0]:
         rollout.advantage = advantage
-    with pytest.raises(UsageError, match=r"^batch: "):
+    with refuses(UsageError, "batch"):
         trainer.batch(groups)
 
 
@@ -312,7 +197,7 @@ def test_advantage_of_another_type_is_its_number(trainer: pt.Trainer, advantage:
 
 @pytest.mark.parametrize("groups", [3, [[None]], [], [[]], iter([]), "ab", [3]])
 def test_batch_of_something_else_than_samples_is_refused(trainer: pt.Trainer, groups: Any) -> None:
-    with pytest.raises(UsageError, match=r"^batch: "):
+    with refuses(UsageError, "batch"):
         trainer.forward_backward(groups)
 
 
@@ -326,5 +211,5 @@ def test_checkpoint_of_a_numpy_step_and_of_no_step(tmp_path: Path) -> None:
     run = pt.train("tiny/grpo", run="one", **SHORT)
     assert run.checkpoint(np.int64(1)) == run.checkpoint(1)
     for which in (math.nan, evil(object, "__repr__", "__eq__")(), "a\0", None):
-        with pytest.raises(UsageError, match="checkpoint"):
+        with refuses(UsageError, "checkpoint"):
             run.checkpoint(which)

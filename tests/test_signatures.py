@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from posttrain.errors import RecipeError
 from posttrain.registry import find
 from posttrain.signatures import Range
+from refusing import refuses
 from torch_alone import run_with_torch_alone
 
 
@@ -29,7 +30,7 @@ def test_range_of_a_number_is_checked(value: float, is_inside: bool):
 
 
 def test_options_outside_of_their_range_are_refused_by_name():
-    with pytest.raises(RecipeError, match=r"objective\.clip_low"):
+    with refuses(RecipeError, "objective.clip_low"):
         find("objective", "grpo").options({"clip_low": -0.1})
 
 

@@ -10,34 +10,16 @@ from posttrain.errors import nearest
 
 MEANT = {  # of all that `posttrain explain` knows
     "kl_cof": "kl_coef",
-    "gropo": "grpo",
     "gpro": "grpo",
     "sgpo": "gspo",  # swapped letters come before other ones
-    "dpoo": "dpo",
-    "pdo": "dpo",
     "gsm9k": "gsm8k",
     "normalised": "normalized",
     "Normalized": "normalized",
     "clip-lo": "clip_low",
-    "warm_up": "warmup",
-    "num_steps": "steps",
-    "max_new_tokens": "max_tokens",
     "temprature": "temperature",
-    "muom": "muon",
-    "fsdp": "fsdp2",
     "drgrpo": "dr-grpo",
-    "judgement": "judge",
-    "reinforce++": "reinforce",
-    "vlm": "vllm",
-    "trian": "train",
     "qwen": None,
-    "4bit": None,
     "gdpo": None,  # a different method, not a slip
-    "gfpo": None,
-    "soap": None,
-    "min_tokens": None,
-    "aime26": None,
-    "judge_model": None,
     "zzz": None,
     "": None,
 }
@@ -62,10 +44,3 @@ def test_an_option_of_words_is_explained_by_them(
     assert main(["explain", name]) == 0
     out = capsys.readouterr().out
     assert not [line for line in output if line not in out], out
-
-
-@pytest.mark.parametrize(("name", "meant"), [("kl_cof", "kl_coef"), ("clip_lo", "clip_low")])
-def test_what_explain_suggests_it_explains(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", name]) == 2
-    assert f"nothing is called '{name}'. Did you mean '{meant}'?" in capsys.readouterr().err
-    assert main(["explain", meant]) == 0

@@ -205,6 +205,7 @@ _OPTIONS = {
         option("--accept-changes", action="store_true", help=ACCEPT_HELP),
         option("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing"),
         option("--memory", action="store_true", help="with --dry-run: say the memory that it takes, by part"),
+        option("--gpu-memory", type=positive, metavar="GIB", help="with --memory: plan for a GPU of so many GiB"),
         _QUIET,
         usage="posttrain train RECIPE [options] [--section.key value ...]",
         epilog=TRAIN_EPILOG,

@@ -20,6 +20,7 @@ from posttrain.sampling.environments.contract import Session, Toolset, build_too
 from posttrain.sampling.environments.pool import Pool
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Call, Example, Message
+from refusing import refuses
 from serving import free_port
 
 pytestmark = pytest.mark.adapters
@@ -120,9 +121,9 @@ def test_what_is_wrong_with_an_action_is_reported_and_the_episode_goes_on(guessi
         assert session.said == '{"text": "Level 0: 1 to 8.", "tries": 0}'  # type: ignore[attr-defined]
         wrong = act(session, number=0)
         assert (wrong.result, wrong.outcome) == ("ValueError: numbers begin with 1", "failed")
-        with pytest.raises(ValueError, match="number: Input should be a valid integer"):
+        with refuses(ValueError, "number"):
             session.toolset.tools["act"].read({"number": "many"})
-        with pytest.raises(ValueError, match="mood: Input should be 'sure' or 'unsure'"):
+        with refuses(ValueError, "mood:", "'sure'", "'unsure'"):
             session.toolset.tools["act"].read({"number": 1, "mood": "wild"})
         assert act(session, number="1", mood="unsure").outcome == "ok"
         assert session.failure == ""
@@ -162,7 +163,7 @@ def test_a_server_that_hangs_or_is_gone_is_a_failure_of_the_environment() -> Non
                 assert left.failure.startswith(f"tool 'act': {url}: ")
         gone = begun(built, pool)
         assert gone.failure.startswith(f"reset raised EnvironmentFailed: {url}: Failed to connect")
-    with pytest.raises(UsageError, match=r"environment\.url: nobody answers at .*; start the OpenEnv server there"):
+    with refuses(UsageError, "environment.url"):
         toolset(f"http://127.0.0.1:{free_port()}")
 
 
@@ -171,7 +172,7 @@ def test_a_server_without_places_states_how_many_it_needs() -> None:
         built = toolset(url)
         first, second = begun(built, pool), begun(built, pool)
         assert first.failure == ""
-        assert "max_concurrent_envs of at least rollout.num_prompts x rollout.group_size" in second.failure
+        assert "max_concurrent_envs" in second.failure
         closing = first.close()
         assert closing is not None
         pool.wait(closing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ladder import Ladder
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from closeness import approx
 from page_python import python_of
+from page_recipes import recipe_of_page
 from posttrain.conformance.run import check_module
 from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.data.render.rows import TokenRow, rows_of
@@ -29,6 +33,7 @@ from posttrain.recipes.sections import Component
 from posttrain.sampling.episodes import build_stage
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
+from posttrain.training.step import learning_rate
 from posttrain.types import Call, Example, Message
 from posttrain.untrusted import declare_code
 
@@ -384,3 +389,114 @@ print("MOVED", moved > 0.0)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "MOVED True" in done.stdout
+
+
+# Fields of GRPOConfig that change no number of a run on one GPU: machinery, logs, names of places.
+MACHINERY = """
+    accelerator_config auto_find_batch_size average_tokens_across_devices batch_eval_metrics cache_implementation
+    chat_template_kwargs data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
+    dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
+    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed
+    disable_tqdm do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint eval_accumulation_steps
+    eval_delay eval_do_concat_batches eval_on_start eval_steps eval_use_gather_object fp16_full_eval bf16_full_eval fsdp
+    fsdp_config full_determinism generation_kwargs gradient_checkpointing_kwargs activation_checkpointing_kwargs
+    greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
+    ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names length_column_name
+    liger_kernel_config load_best_model_at_end local_rank log_completions log_completions_hub_repo log_level
+    log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step logging_nan_inf_filter
+    logging_steps logging_strategy lr_scheduler_kwargs max_tool_calling_iterations metric_for_best_model
+    model_init_kwargs multi_objective_aggregation num_completions_to_print num_generations_eval optim_args output_dir
+    pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project push_to_hub
+    remove_unused_columns report_to restore_callback_states_from_checkpoint resume_from_checkpoint run_name
+    save_on_each_node save_only_model save_strategy save_total_limit shuffle_dataset skip_memory_metrics
+    torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy trackio_bucket_id
+    trackio_space_id trackio_static_space_id transformers_continuous_batching_config trust_remote_code use_cache
+    use_cpu use_liger_kernel use_transformers_continuous_batching use_transformers_paged torch_compile
+"""
+# Fields that change numbers, with the value by which they do nothing; what is below another field acts with it alone.
+INACTIVE: dict[str, Any] = {
+    "delta": None, "disable_dropout": False, "entropy_coef": 0.0, "use_adaptive_entropy": False, "fp16": False,
+    "importance_sampling_level": "token", "label_smoothing_factor": 0.0, "mask_truncated_completions": False,
+    "min_p": None, "neftune_noise_alpha": None, "off_policy_mask_threshold": None, "optim_target_modules": None,
+    "repetition_penalty": 1.0, "reward_weights": None, "router_aux_loss_coef": None, "sync_ref_model": False,
+    "top_entropy_quantile": 1.0, "top_k": 0, "use_vllm": False, "eval_strategy": "no", "max_steps": -1, "tf32": None,
+    "cast_lm_head_to_fp32": False,
+}  # fmt: skip
+BELOW = {
+    "vllm_": ("use_vllm", False), "sapo_": ("loss_type", "dapo"), "vespo_": ("loss_type", "dapo"),
+    "entropy_coef_": ("use_adaptive_entropy", False), "entropy_target": ("use_adaptive_entropy", False),
+    "ref_model_": ("sync_ref_model", False), "use_bias_correction_kl": ("beta", 0.0),
+}  # fmt: skip
+
+
+def test_recipe_of_the_page_equals_trls_default_run_key_by_key(tmp_path: Path) -> None:
+    """Every field of ``GRPOConfig`` that changes a number is compared, or does nothing by its default."""
+    assert trl.__version__ == "1.16.0"
+    config = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    ours = recipe_of_page("docs/coming-from/trl.md", "trl-defaults.yaml").dump()
+    train, rollout, optimizer = ours["train"], ours["rollout"], ours["optimizer"]
+    has_no_kl = not ours["regularize"]["kl_coef"]
+    precision = "fp32"
+    if config.bf16:
+        precision = "bf16"
+    prompts = config.generation_batch_size // config.num_generations // config.steps_per_generation
+    compared = {
+        "learning_rate": train["lr"],
+        "lr_scheduler_type": train["schedule"],
+        "warmup_steps": train["warmup_steps"],
+        "num_train_epochs": train["num_epochs"],
+        "max_grad_norm": train["max_grad_norm"],
+        "num_iterations": train["ppo_epochs"],
+        "steps_per_generation": train["num_minibatches"],
+        "per_device_train_batch_size": train["micro_batch_rows"],
+        "gradient_accumulation_steps": prompts * rollout["group_size"] // train["micro_batch_rows"],
+        "generation_batch_size": rollout["num_prompts"] * rollout["group_size"],
+        "gradient_checkpointing": train["gradient_checkpointing"],
+        "activation_checkpointing": train["gradient_checkpointing"],
+        "seed": train["seed"],
+        "save_steps": train["save_every"],
+        "weight_decay": optimizer["weight_decay"],
+        "adam_beta1": optimizer["betas"][0],
+        "adam_beta2": optimizer["betas"][1],
+        "adam_epsilon": optimizer["eps"],
+        "num_generations": rollout["group_size"],
+        "max_completion_length": rollout["max_tokens"],
+        "temperature": rollout["temperature"],
+        "top_p": rollout["top_p"],
+        "beta": ours["regularize"]["kl_coef"],
+        "epsilon": ours["objective"]["clip_low"],
+    }
+    assert {name: getattr(config, name) for name in compared} == compared
+    assert has_no_kl
+    assert config.epsilon_high in (None, ours["objective"]["clip_high"])
+    assert str(config.optim.value).startswith(ours["optimizer"]["name"])
+    assert (config.loss_type, ours["aggregate"]["name"]) == ("dapo", "token_mean")
+    assert (config.scale_rewards, ours["advantage"]) == ("group", {"name": "normalized", "epsilon": 1e-4})
+    assert (precision, ours["model"]["dtype"]) == (train["precision"], "fp32")
+    assert train["min_lr_ratio"] == 0.0, "transformers' linear schedule ends at 0"
+    assert rollout["old_logprobs"] == "trainer", "without vLLM the trainer's own, detached"
+    assert ours["eval"]["every"] == 0
+    assert {name: getattr(config, name) for name in INACTIVE} == INACTIVE
+    for above, value in BELOW.values():
+        assert getattr(config, above) == value
+    settled = {*compared, *INACTIVE, *MACHINERY.split(), "optim", "loss_type", "scale_rewards", "bf16", "epsilon_high"}
+    every = {field.name for field in dataclasses.fields(config)}
+    assert {name for name in every - settled if not name.startswith(tuple(BELOW))} == set()
+    assert not settled - every
+
+
+def test_linear_schedule_of_the_page_equals_that_of_transformers() -> None:
+    """Six steps with no warm-up: the rate of step s is (1 − (s − 1) / 6) of the highest, in both."""
+    from transformers import get_linear_schedule_with_warmup
+
+    recipe = recipe_of_page("docs/coming-from/trl.md", "trl-defaults.yaml")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight], lr=recipe.train.lr)
+    schedule = get_linear_schedule_with_warmup(optimizer, recipe.train.warmup_steps, 6)
+    theirs = []
+    for _ in range(6):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    section = recipe.train.model_copy(update={"steps": 6, "num_epochs": None})
+    assert [learning_rate(section, step) for step in range(1, 7)] == approx(theirs, rel=1e-12)

@@ -23,8 +23,6 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 
 MAX_SECONDS, MAX_BYTES = 20, 2 * 2**30
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # In one process for all folders: what `posttrain generate FOLDER TEXT` says, its exit code, its seconds, its memory.
 CHILD = """
 import contextlib, io, json, resource, signal, sys, time
@@ -41,10 +39,6 @@ for folder in sys.argv[1:]:
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
     print(json.dumps([folder, code, said.getvalue(), time.monotonic() - started, peak]), flush=True)
 """
-
-
-def step(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def template(text: str) -> Callable[[Path], object]:
@@ -90,13 +84,6 @@ def zeros(place: Path) -> None:
     place.symlink_to("/dev/zero")
 
 
-def nested(depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
 def number_as_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     change("tokenizer_config.json", chat_template=[{"name": "a", "template": 5}])(folder)
@@ -104,40 +91,19 @@ def number_as_template(folder: Path) -> None:
 
 # The change to the embedded model, and what the message names.
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "template for a real content": (
-        template("{% if 'hi' in messages[0]['content'] %}" + LOOPS + "{% endif %}"),
-        "chat",
-    ),
-    "template without q": (template("{% if 'q q' not in messages[0]['content'] %}" + LOOPS + "{% endif %}"), "chat"),
     "template of much text": (template("{{ 'a b c ' * 10 ** 6 }}{{ messages[0]['content'] }}"), "chat"),
     "template that is a number": (number_as_template, "chat_template is '5'"),
     "template that is a pipe": (instead("chat_template.jinja", os.mkfifo), "chat_template.jinja is a pipe"),
     "second template": (instead("additional_chat_templates/a.jinja", zeros), "a.jinja is a device"),
-    "targets": (adapter(target_modules=r"(?=.*layernorm)(.*?.*?)*!|.*q_proj"), "target_modules"),
     "rank": (adapter(r=10**6), "adapter_config.json: 'r'"),
     "rank of a module": (adapter(rank_pattern={"q_proj": 10**6}), "adapter_config.json: 'q_proj'"),
     "steps of a start": (adapter(init_lora_weights="pissa_niter_1000000000"), "init_lora_weights"),
     "extra tokens": (change("tokenizer_config.json", extra_ids=10**8, tokenizer_class="T5Tokenizer"), "extra_ids"),
     "copies of layers": (adapter(layer_replication=[[0, 2]] * 10**6), "layer_replication"),
     "modules": (adapter(modules_to_save=["a"] * 10**5), "modules_to_save"),
-    "decoder": (
-        change("tokenizer.json", decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}),
-        "tokenizer.json: decoder",
-    ),
-    "split that panics": (
-        change(
-            "tokenizer.json",
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [step(r"(?=.*hi)(\w|\w|\s)*!"), BYTES]},
-        ),
-        "tokenizer.json: the pattern",
-    ),
     "pieces of no length": (
         change("tokenizer.json", pre_tokenizer={"type": "FixedLength", "length": 0}),
         "tokenizer.json",
-    ),
-    "table without an end": (
-        change("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
-        "tokenizer.json: normalizer",
     ),
     "nothing replaced": (
         change("tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "b"}),
@@ -164,7 +130,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "sizes of a model within": (change("config.json", text_config={"num_hidden_layers": 10**9}), "text_config.num_hid"),
     "labels": (change("config.json", num_labels=10**9), "config.json: num_labels"),
     "repeated layers": (change("config.json", attention_types=[[["global"], 10**9]]), "config.json: attention_types"),
-    "nested": (change("config.json", a=nested(900)), "config.json"),
     "manifest of zeros": (instead("manifest.json", zeros), "manifest.json is a device"),
     "weights that are a pipe": (instead("model.safetensors", os.mkfifo), "model.safetensors is a pipe"),
 }

@@ -23,6 +23,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
 from posttrain.training.loop import TrainResult
 from posttrain.training.sources.prefetch import HELD
+from refusing import refuses
 from small_runs import make_recipe, run, steps_of
 
 STEP = 3
@@ -153,7 +154,7 @@ def test_a_state_that_no_run_writes(place: Any, value: Any, where: str, forge: C
 def test_a_rollout_batch_that_no_run_writes(change: Callable[[Any], Any], forge: Callable[[str], Forgery]) -> None:
     forgery = forge("passes")
     forgery.tensors("rollout_buffer.safetensors", change)
-    with pytest.raises(CheckpointError, match=r"does not hold the rollout batch that updates go on with .*--run NAME"):
+    with refuses(CheckpointError, "--run NAME"):
         forgery.resume()
 
 
@@ -177,7 +178,7 @@ def test_a_rollout_batch_that_no_run_writes(change: Callable[[Any], Any], forge:
 def test_finished_answers_that_no_run_writes(place: Any, value: Any, forge: Callable[[str], Forgery]) -> None:
     forgery = forge("ahead")
     forgery.held(place, value)
-    with pytest.raises(CheckpointError, match=r"does not hold the batches that this run sampled ahead .*--run NAME"):
+    with refuses(CheckpointError, "--run NAME"):
         forgery.resume()
 
 
@@ -206,7 +207,7 @@ def test_a_state_of_the_optimizer_that_none_leaves(
 
     forgery = forge(kind)
     forgery.tensors("optimizer.safetensors", change)
-    with pytest.raises(CheckpointError, match="optimizer state"):
+    with refuses(CheckpointError, "optimizer state"):
         forgery.resume()
 
 

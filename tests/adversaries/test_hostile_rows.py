@@ -13,6 +13,7 @@ from posttrain.cli import main
 from posttrain.data import reading
 from posttrain.data.reading import read_file
 from posttrain.errors import DataError
+from refusing import refuses
 
 MANY = "9" * 400
 GOLD = {"problem": "What is 1+1?", "answer": "2"}
@@ -43,7 +44,7 @@ def test_a_row_that_cannot_be_used(
     with pytest.raises(DataError, match=rf"^rows\.jsonl:2: not usable JSON: {message}"):
         list(read_file("rows.jsonl"))
     captured = capsys.readouterr()
-    assert "rows.jsonl:2: not usable JSON" in captured.err
+    assert "rows.jsonl:2" in captured.err
     assert "Traceback" not in captured.err
 
 
@@ -73,5 +74,5 @@ def test_values_of_a_parquet_file_that_python_has_not(kind: str, tmp_path: Path)
         "text": lambda: pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff\xfe"]).buffers()),
     }[kind]()
     parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet: not a readable parquet file"):
+    with refuses(DataError, "rows.parquet"):
         list(read_file(tmp_path / "rows.parquet"))

@@ -23,6 +23,7 @@ from posttrain.sampling.judge_questions import ask_score
 from posttrain.sampling.llm_judge import Judge, Opinion
 from posttrain.sampling.vllm.client import VllmEngine
 from posttrain.sampling.vllm.following import WORKERS, control, read_num_workers, read_scores
+from refusing import refuses
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 IDS = [1, 2, 3, 4]
@@ -188,13 +189,13 @@ def test_costs_that_are_no_numbers_of_tokens(tokens: Any, serve: Callable[..., s
 )
 def test_an_answer_that_comes_drop_by_drop(answer: bytes, serve: Callable[..., str]) -> None:
     """Each piece comes well within the limit, and the whole never would."""
-    with pytest.raises(PosttrainError, match=r"no answer within 0\.5 seconds"):
+    with refuses(PosttrainError, "within 0.5 seconds"):
         sample(serve({MODELS: answer}, drip=0.02), timeout_seconds=0.5, retries=0)
 
 
 def test_an_answer_without_an_end(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
-    with pytest.raises(PosttrainError, match="an answer of more than 1 MiB"):
+    with refuses(PosttrainError, "more than 1"):
         sample(serve({MODELS: http_answer(b" " * (2 << 20))}))
 
 
@@ -211,7 +212,7 @@ def test_a_server_that_closes_after_every_answer_has_its_time(
 @pytest.mark.parametrize("answer", [{}, [], {"world_size": "2"}, {"world_size": 0}, {"world_size": 10**30}])
 def test_workers_that_nobody_has(answer: Any, serve: Callable[..., str]) -> None:
     url = serve({"/get_world_size": http_answer(answer)})
-    with pytest.raises(RunFailure, match="/get_world_size: a"):
+    with refuses(RunFailure, "/get_world_size: a"):
         control(HttpServer(url, timeout_seconds=5, retries=0), "GET", WORKERS, read=read_num_workers)
 
 

@@ -19,6 +19,7 @@ from posttrain import registry
 from posttrain import untrusted as consent
 from posttrain.cli import build_parser, main
 from posttrain.errors import UnallowedCode
+from refusing import refuses
 
 # Recipes of strangers: the words that training alone needs, those that answering needs, those of a mixture, those of
 # completions of several turns, and of a game that is shown.
@@ -100,13 +101,10 @@ CASES.append(("plays", "train", ["runs/evil/better.yaml", "--dry-run"]))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, no_code_allowed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory that Python imports from, with nothing allowed yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(consent, "_FOLDERS", {})
-    monkeypatch.setattr(consent, "_IMPORTED", set())
-    monkeypatch.setattr(consent, "_REMOTE_CODE", [False])
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:
@@ -174,7 +172,7 @@ def test_command_on_an_untrusted_run_runs_none_of_its_code(
 def test_the_payload_would_run(place: Path) -> None:
     """What the tests above look for does happen where somebody allows it."""
     marker = lay_out(place, TRAINS)
-    with pytest.raises(UnallowedCode, match=r"--allow-code runs\.evil\.payload:f"):
+    with refuses(UnallowedCode, "--allow-code runs.evil.payload:f"):
         registry.find("objective", CODE, "objective")
     assert not marker.exists()
     consent.declare_code(CODE, place)
@@ -244,10 +242,10 @@ def test_a_stored_recipe_with_ones_own_code_needs_its_name_and_maybe_its_folder(
     stored = ["runs/mine/recipe.yaml", "--dry-run"]
     assert run("train", stored, monkeypatch) == 2
     assert run("train", [*stored, "--allow-code", "mine:calm"], monkeypatch) == 2
-    assert "module 'mine' cannot be imported" in capsys.readouterr().err
+    assert "'mine'" in capsys.readouterr().err
     assert run("train", [*stored, "--allow-code", "mine:calm@own"], monkeypatch) == 0
     assert run("train", [*stored, "--allow-code", "mine:calm@nowhere"], monkeypatch) == 2
-    assert "there is no folder 'nowhere'" in capsys.readouterr().err
+    assert "'nowhere'" in capsys.readouterr().err
 
 
 def test_a_run_with_code_of_ones_own_is_queried_without_it_and_measured_with_it(

@@ -26,14 +26,12 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.runs.export import model_card
 from posttrain.store.durable import refuse_links
 from posttrain.untrusted import code, paragraph, plain
+from refusing import refuses
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, no_code_allowed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(consent, "_FOLDERS", {})
-    monkeypatch.setattr(consent, "_IMPORTED", set())
-    monkeypatch.setattr(consent, "_REMOTE_CODE", [False])
     return tmp_path
 
 
@@ -121,7 +119,7 @@ def test_links_of_ones_own_are_fine(tmp_path: Path) -> None:
     assert (disk / "mine" / "checkpoints" / "best").is_symlink()
     refuse_links(tmp_path / "runs" / "mine")
     os.mkfifo(disk / "mine" / "evaluation" / "pipe")
-    with pytest.raises(UsageError, match="pipe: this is neither a file nor a folder"):
+    with refuses(UsageError, "pipe:"):
         refuse_links(tmp_path / "runs" / "mine")
 
 
@@ -130,7 +128,7 @@ def test_the_best_checkpoint_lies_in_its_run(place: Path, monkeypatch: pytest.Mo
     shutil.copytree(TINY, place / "models" / "mine")
     link(evil / "checkpoints" / "best", place / "models" / "mine")
     assert run("quantize", ["evil", "--bits", "8"], monkeypatch) == 2
-    assert "leads out of the run" in capsys.readouterr().err
+    assert "leads out of" in capsys.readouterr().err
     assert not list((place / "models" / "mine").glob("quantized*"))
 
 
@@ -163,7 +161,7 @@ def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
             lambda name: load_model(ModelSection(name=str(name)), seed=0),
             lambda name: load_tokenizer(str(name)),
         ):
-            with pytest.raises(UsageError, match=r"is a pickle, and loading one can run any code; .*safetensors"):
+            with refuses(UsageError, "pickle, and loading", "safetensors"):
                 load(folder)
     assert not marker.exists()
 
@@ -178,14 +176,14 @@ def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
 )
 def test_adapters_that_name_code_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", **changes)
-    with pytest.raises(UsageError, match="something else than a plain LoRA adapter"):
+    with refuses(UsageError, "something else than"):
         load_model(ModelSection(name=str(folder)), seed=0)
 
 
 @pytest.mark.parametrize("changes", [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}])
 def test_an_adapter_whose_scale_is_no_number_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", **changes)
-    with pytest.raises(UsageError, match=r"adapter_config.json: an alpha of .* scales by no number"):
+    with refuses(UsageError, "adapter_config.json"):
         load_model(ModelSection(name=str(folder)), seed=0)
 
 
@@ -207,7 +205,7 @@ def test_a_tokenizer_whose_limit_is_no_number_is_refused(
 def test_an_adapter_that_stands_on_itself_ends(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", base_model_name_or_path=str(tmp_path / "b"))
     adapter(tmp_path / "b", base_model_name_or_path=str(folder))
-    with pytest.raises(UsageError, match="this adapter is its own base"):
+    with refuses(UsageError, "adapter is its"):
         load_tokenizer(str(folder))
 
 
@@ -235,7 +233,7 @@ def test_no_file_asks_for_the_python_of_a_model(
     assert run("train", ["mine.yaml", "--dry-run"], monkeypatch) == 2
     message = capsys.readouterr().err
     assert "mine.yaml:" in message
-    assert "model.trust_remote_code: a file cannot allow" in message
+    assert "model.trust_remote_code" in message
     assert "--trust-remote-code" in message
     evil = make_evil(place / "runs" / "evil", {"model": asks}, marker)
     checkpoint = evil / "checkpoints" / "step-000001"
@@ -291,7 +289,7 @@ def test_a_key_in_the_servers_url_is_refused_without_being_reported(
         assert "hunter2" not in shown.err + shown.out
         assert "ter2" not in shown.err + shown.out
     assert not any(b"ter2" in c for n, c in contents(place).items() if n != "mine.yaml" and isinstance(c, bytes))
-    with pytest.raises(UsageError, match="VLLM_API_KEY") as refusal:
+    with refuses(UsageError, "VLLM_API_KEY") as refusal:
         server_address(url)
     assert "ter2" not in str(refusal.value)
 

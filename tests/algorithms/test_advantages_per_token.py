@@ -11,6 +11,7 @@ from closeness import allclose, approx
 from posttrain.algorithms.advantages import gae, return_to_go, whitened
 from posttrain.algorithms.objectives.policy_gradient import ppo, reinforce
 from posttrain.types import Batch, Outputs
+from refusing import refuses
 
 F64 = torch.float64
 
@@ -135,7 +136,7 @@ def test_whitening_of_equal_values_is_zero():
 def test_a_reward_that_nobody_would_get_is_refused(word):
     rewards = torch.tensor([[0.0, 0.0, 1.0]], dtype=F64)
     mask = torch.tensor([[False, True, False]])
-    with pytest.raises(ValueError, match="row 0, token 2"):
+    with refuses(ValueError, "0, token 2"):
         word(rewards, mask, torch.zeros_like(rewards), torch.zeros(1, dtype=F64))
 
 

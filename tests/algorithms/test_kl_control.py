@@ -8,6 +8,7 @@ import pytest
 
 from closeness import approx
 from posttrain.algorithms.kl_control import adapt_kl_weight
+from refusing import refuses
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,13 @@ def test_a_responsive_policy_is_brought_to_its_target():
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])
 def test_a_target_must_be_positive(target: float):
-    with pytest.raises(ValueError, match="target must be positive"):
+    with refuses(ValueError, "must be positive"):
         adapt_kl_weight(0.1, 1.0, target, num_samples=1, horizon=100)
 
 
 def test_what_would_turn_the_weight_around_is_refused():
-    with pytest.raises(ValueError, match="more than 20"):
+    with refuses(ValueError, "more than 20"):
         adapt_kl_weight(0.1, 0.0, 1.0, num_samples=100, horizon=20)
     assert adapt_kl_weight(0.1, 0.0, 1.0, num_samples=100, horizon=21) > 0
-    with pytest.raises(ValueError, match="observed KL is nan"):
+    with refuses(ValueError, "observed KL is"):
         adapt_kl_weight(0.1, math.nan, 1.0, num_samples=1, horizon=100)

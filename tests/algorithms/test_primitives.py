@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from closeness import allclose, approx
-from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio
+from posttrain.algorithms.objectives.primitives import (
+    KL_ESTIMATORS,
+    MAX_LOG_RATIO,
+    is_clamped,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    log_ratio,
+)
 
 
 def test_values_by_hand():
@@ -78,3 +86,5 @@ def test_log_ratio_is_clamped_and_masked():
     old = torch.tensor([[-90.0, -1.5, -math.inf, -math.inf]])
     mask = torch.tensor([[False, True, True, True]])
     assert log_ratio(new, old, mask).tolist() == [[0.0, 0.5, MAX_LOG_RATIO, MAX_LOG_RATIO]]
+    above = torch.tensor([[MAX_LOG_RATIO + 1.0, -MAX_LOG_RATIO, MAX_LOG_RATIO, -MAX_LOG_RATIO - 1.0]])
+    assert is_clamped(above, torch.zeros(1, 4), mask).tolist() == [[0.0, 0.0, 0.0, 1.0]]

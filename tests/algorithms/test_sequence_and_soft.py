@@ -73,6 +73,8 @@ def test_gspo_by_hand():
     assert loss.values[0, 1].item() == approx(-2 * 1.0004, abs=1e-12)
     assert loss.metrics["clip_fraction"][0, 1:].tolist() == [1.0, 1.0]
     assert sequence_mean_gradient(outputs, batch, loss).abs().max() == 0.0
+    less, batch_of_less = make([[-0.4, 0.0]], [[0.0, 0.0]], [-2.0])
+    assert gspo(less, batch_of_less).values[0, 1].item() == approx(2 * 0.9997, abs=1e-12)
     gradient = sequence_mean_gradient(outputs, batch, gspo(outputs, batch, clip_high=0.5))
     assert gradient[0, 1:].tolist() == approx([-ratio, -ratio], abs=1e-12)  # −A · s / |y| with A = 2
 
@@ -107,9 +109,11 @@ def test_sapo_by_hand():
 
 def test_gmpo_by_hand():
     outputs, batch = make([[1.0, 0.2], [-1.0, 0.2], [-1.0, 0.2]], [[0.0, 0.0]] * 3, [1.0, 1.0, -1.0])
-    values = gmpo(outputs, batch).values[:, 1]
+    loss = gmpo(outputs, batch)
+    values = loss.values[:, 1]
     # A > 0 caps from above: (0.4 + 0.2)/2 and (−1 + 0.2)/2; A < 0 from below: (−0.4 + 0.2)/2
     assert values.tolist() == approx([-math.exp(0.3), -math.exp(-0.4), math.exp(-0.1)], abs=1e-12)
+    assert loss.metrics["clip_fraction"][:, 1:].tolist() == [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "gmpo"])

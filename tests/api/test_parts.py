@@ -16,6 +16,7 @@ from posttrain.algorithms.objectives.surrogate import regularize
 from posttrain.errors import UsageError
 from posttrain.registry import entries, find
 from posttrain.types import Batch, Outputs, Sample, collate
+from refusing import refuses
 from torch_alone import run_with_torch_alone
 
 ROWS, WIDTH, CANDIDATES = 4, 6, 3
@@ -181,11 +182,11 @@ def test_a_bad_argument_is_refused_by_its_name(case: str):
 
 def test_an_odd_row_of_pairs_and_a_missing_tensor_are_refused():
     tensors = made_up()
-    with pytest.raises(UsageError, match="mask"):
+    with refuses(UsageError, "mask"):
         pt.losses.dpo(tensors["logprobs"][:3], ref_logprobs=tensors["ref_logprobs"][:3], mask=MASK[:3])
-    with pytest.raises(UsageError, match="advantages"):
+    with refuses(UsageError, "advantages"):
         pt.losses.grpo(tensors["logprobs"], mask=MASK)
-    with pytest.raises(UsageError, match=r"logprobs"):
+    with refuses(UsageError, "logprobs"):
         pt.losses.regularize(pt.losses.cross_entropy(tensors["logprobs"], mask=MASK), mask=MASK, kl_coef=0.1)
 
 
@@ -242,9 +243,9 @@ def test_advantages_per_token_and_per_turn_equal_the_registered_ones():
     expected = find("advantage", "gae").function(rewards, MASK, tensors["old_values"], zeros, gae_lambda=0.9)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(UsageError, match="values"):
+    with refuses(UsageError, "values"):
         pt.advantages.gae(rewards, MASK)
-    with pytest.raises(UsageError, match="not trained"):
+    with refuses(UsageError, "not trained"):
         pt.advantages.return_to_go(tensors["advantages"], MASK)
     turns = pt.advantages.turn_normalized(rewards, MASK)
     assert torch.equal(turns, find("advantage", "turn_normalized").function(rewards, MASK))
@@ -255,9 +256,9 @@ def test_aggregations_equal_the_registered_ones_and_refuse_by_name():
         found = getattr(pt.aggregations, name)(MASK.int(), **options)
         assert torch.equal(found, find("aggregation", name).function(MASK, **options))
     assert sorted(dir(pt.aggregations)) == ["constant", "sequence_mean", "token_mean", "unit_mean"]
-    with pytest.raises(UsageError, match="length"):
+    with refuses(UsageError, "length"):
         pt.aggregations.constant(MASK, length=0)
-    with pytest.raises(UsageError, match="mask"):
+    with refuses(UsageError, "mask"):
         pt.aggregations.token_mean(torch.zeros(2, 3))
 
 

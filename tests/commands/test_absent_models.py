@@ -12,6 +12,7 @@ import pytest
 
 from posttrain.errors import UsageError
 from posttrain.runs.paths import refuse_absent
+from refusing import refuses
 
 CLOSED = "http://127.0.0.1:9"  # nobody listens on the port for discarding
 COMMANDS = [
@@ -45,5 +46,5 @@ def test_what_is_there_or_in_the_cache_is_let_through(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "one", "runs/one", "runs/one/checkpoints/step-9", "hub", "org/model"):
         refuse_absent("runs", name)
-    with pytest.raises(UsageError, match=r"'runs/two': no such run or folder\. .*Runs there: one"):
+    with refuses(UsageError, "'runs/two'"):
         refuse_absent("runs", "runs/two")

@@ -53,9 +53,9 @@ def test_tokens_of_a_model_and_a_choice_of_examples(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show"], "give the task's name: posttrain data show NAME"),
-        (["show", "gsm8c"], "Did you mean 'gsm8k'"),
-        (["show", "gsm8k", "--task.pth", "x"], "Did you mean 'path'"),
+        (["show"], "task's name: posttrain"),
+        (["show", "gsm8c"], "'gsm8k'"),
+        (["show", "gsm8k", "--task.pth", "x"], "'path'"),
         (["show", "gsm8k", "--task.path", "nowhere.jsonl"], "no such file"),
     ],
 )

@@ -15,6 +15,7 @@ from posttrain.evaluation.plan import Drawing, EvaluationPlan, make_plan
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component
 from posttrain.runs.directory import RunDirectory
+from refusing import refuses
 
 
 def words(*arguments: str) -> dict[str, list[Component]]:
@@ -46,9 +47,7 @@ def test_with_several_words_an_option_states_whose_it_is() -> None:
     assert named == [Component(name="boxed"), Component(name="r1_zero", preamble="Go.")]
     own = words("--task", "my.tasks:sums,stories", "--task.my.tasks:sums.size", "3")["task"]
     assert own == [Component(name="my.tasks:sums", size=3), Component(name="stories")]
-    with pytest.raises(
-        UsageError, match=r"--task\.size: several are named.*--task\.stories\.size, --task\.gsm8k\.size"
-    ):
+    with refuses(UsageError, "--task.size", "--task.stories.size, --task.gsm8k.size"):
         words("--task", "stories,gsm8k", "--task.size", "5")
 
 
@@ -64,14 +63,14 @@ def test_one_answer_is_greedy_and_several_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "4", "--temperature", "0"], "--samples: greedy decoding gives the same answer every time"),
-        (["--top-p", "0.9"], "--top-p: greedy decoding draws nothing"),
-        (["--samples", "4", "--k", "1,8"], "--k 8: that needs at least 8 answers to each item"),
-        (["--best-of", "tiny"], "--best-of: there is nothing to choose from"),
-        (["--task", "gsm9k"], "there is no task named 'gsm9k'. Did you mean 'gsm8k'?"),
-        (["--template", "plain,boxed", "--template.boxed.preambel", "x"], "'boxed' has no key 'preambel'"),
-        (["--task", "gsm8k", "--template", "boxd"], "there is no template named 'boxd'"),
-        (["--task", "episodes"], "--task episodes: it asks nothing by itself, and tiny has no environment"),
+        (["--samples", "4", "--temperature", "0"], "--samples"),
+        (["--top-p", "0.9"], "--top-p"),
+        (["--samples", "4", "--k", "1,8"], "least 8 answers"),
+        (["--best-of", "tiny"], "--best-of"),
+        (["--task", "gsm9k"], "'gsm9k'"),
+        (["--template", "plain,boxed", "--template.boxed.preambel", "x"], "'preambel'"),
+        (["--task", "gsm8k", "--template", "boxd"], "'boxd'"),
+        (["--task", "episodes"], "--task"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -16,6 +16,7 @@ from posttrain.evaluation.reward_models.measures import ACCURACIES
 from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 from posttrain.store.metric_names import find_metric
+from refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
 SMALL = ["--model.name", "tiny", "--task.size", "40", "--data.batch_size", "2", "--train.steps", "2"]
@@ -112,19 +113,19 @@ def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> Non
     assert one[0]["settings"]["label"] == "rm@step-000001"
     assert one[0]["settings"]["step"] == 1
     exported = tmp_path / "runs" / "x" / "checkpoints"
-    with pytest.raises(UsageError, match="named by its run, or by a checkpoint in its run"):
+    with refuses(UsageError, "checkpoint in its"):
         open_reward_model(find_source(str(exported), runs))
-    with pytest.raises(UsageError, match="tiny: a reward model is named by its run"):
+    with refuses(UsageError, "tiny:"):
         open_reward_model(find_source("tiny", runs))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rm", "--samples", "4"], "--samples: a reward model writes no answers; it scores those that the task gives"),
-        (["rm", "--template", "boxed"], "--template: a reward model is asked under the template that it was trained"),
-        (["rm", "--task", "stories", "--task.responses", "none"], "task 'stories' has no given responses"),
-        (["rm", "tiny", "--task", "stories"], "a reward model is not measured in one table with models (tiny)"),
+        (["rm", "--samples", "4"], "--samples"),
+        (["rm", "--template", "boxed"], "--template"),
+        (["rm", "--task", "stories", "--task.responses", "none"], "'stories'"),
+        (["rm", "tiny", "--task", "stories"], "table with models"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -145,5 +146,5 @@ def test_the_files_of_a_run_are_kept(
     )  # before a model is loaded
     before = sorted(path.name for path in (runs / "rm").iterdir())
     assert evaluate(runs, *models, "--task", "stories", "--out", str(runs / "rm")) == 2
-    assert "that is the folder of a run" in capsys.readouterr().err
+    assert "is the folder" in capsys.readouterr().err
     assert sorted(path.name for path in (runs / "rm").iterdir()) == before

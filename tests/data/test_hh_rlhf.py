@@ -14,6 +14,7 @@ from posttrain.data.hh_rlhf import answer_text, hh_rlhf, merge_turns, parse_turn
 from posttrain.data.reader import Dropped, prompt_hash
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 
 def talk(*turns: str) -> str:
@@ -80,11 +81,11 @@ def test_subsets_of_a_file(tmp_path: Path) -> None:
     assert len(hh_rlhf(path=path, split="test").examples) == 6
     chosen = hh_rlhf(path=path, split="test", subset="harmless-base").examples
     assert [example.id for example in chosen] == [f"hh_rlhf/test/harmless-base/{line}" for line in (1, 3, 5)]
-    with pytest.raises(DataError, match=r"x\.jsonl: no dialogue of the subset 'helpful-online' in it"):
+    with refuses(DataError, "x.jsonl", "'helpful-online'"):
         hh_rlhf(path=path, split="test", subset="helpful-online")
-    with pytest.raises(DataError, match=r"y\.jsonl:1: the row does not say of which subset it is"):
+    with refuses(DataError, "y.jsonl:1"):
         hh_rlhf(path=write_rows(tmp_path / "y.jsonl", [pair("a")]), subset="helpful-base")
-    with pytest.raises(RecipeError, match="'harmless-base'"):
+    with refuses(RecipeError, "'harmless-base'"):
         registry.find("task", "hh_rlhf").bind({"subset": "helpful"}, "task")
 
 
@@ -148,9 +149,7 @@ def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
         assert plain == mixed
     validation = {e.messages for e in hh_rlhf(**given, split="validation").examples}
     assert validation.isdisjoint(e.messages for e in hh_rlhf(**given, test_share=0.5).examples)
-    with pytest.raises(
-        UsageError, match=r"test_share needs the test dialogues as well; name their file as task.test_path"
-    ):
+    with refuses(UsageError, "test_share", "task.test_path"):
         hh_rlhf(path=given["path"], test_share=0.1)
 
 
@@ -183,7 +182,7 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         f"helpful-base {s} {i}" for s in ("train", "test") for i in range(3)
     ]
     fake_hub(monkeypatch, tmp_path, {})
-    with pytest.raises(DataError, match=r"hub:Anthropic/hh-rlhf/helpful-base/train.jsonl.gz: cannot be .*task.path"):
+    with refuses(DataError, "hub:Anthropic/hh-rlhf/helpful-base/train.jsonl.gz: cannot be", "task.path"):
         hh_rlhf()
 
 
@@ -254,7 +253,7 @@ def test_turns_of_one_role_become_one_message() -> None:
     turns = output(("H", "a"), ("H", "b"), ("A", "c"), ("A", ""), ("A", "d"), ("H", "e"))
     assert merge_turns(turns) == output(("H", "a\n\nb"), ("A", "c\n\nd"), ("H", "e"))
     assert merge_turns(output(("H", ""), ("H", "a"))) == output(("H", "a"))
-    with pytest.raises(Dropped, match=r"^a blank turn$"):
+    with refuses(Dropped, "a blank turn"):
         merge_turns(output(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))
 
 

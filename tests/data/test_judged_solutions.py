@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from sample_rows import needs_data, real_file, write_rows
 
 from posttrain.data.steps import judged_solutions
 from posttrain.errors import DataError
 from posttrain.types import Message, Response
+from refusing import refuses
 
 ROW = {"question": "1+1?", "response": "It is 2.", "is_correct": True, "level": 3, "gold": "2"}
 
@@ -40,7 +40,7 @@ def test_other_keys_and_what_is_dropped(tmp_path: Path) -> None:
     assert task.examples[0].responses == (Response("a", 1.0), Response("b", 1.0))
     expected = {"'text' is blank": 1, "'ok' is missing": 1, "'prompt' is missing": 1}
     assert task.dropped == expected
-    with pytest.raises(DataError, match=r"x\.jsonl: no row can be used: 5 × 'question' is missing"):
+    with refuses(DataError, "x.jsonl", "'question'"):
         judged_solutions(path=path)
 
 

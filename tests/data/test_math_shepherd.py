@@ -12,6 +12,7 @@ from posttrain.data.reader import Dropped
 from posttrain.data.steps import align, math_shepherd
 from posttrain.errors import DataError
 from posttrain.types import Message, Response
+from refusing import refuses
 
 
 def tagged(problem: str, *steps: str, signs: str, task: str | None = None) -> dict[str, Any]:
@@ -64,16 +65,16 @@ def test_align(written: str, judged: str, pieces: list[str], labels: list[int]) 
 @pytest.mark.parametrize(
     ("written", "judged", "reason"),
     [
-        ("a", "a", "no step tag in 'input'"),
-        ("a ки b", "a + b", "text behind the last step tag"),
-        ("a ки b ки", "a +", "not 'input' with signs"),
-        ("a ки", "a + b +", "not 'input' with signs"),
-        ("a ки", "b +", "not 'input' with signs"),
-        ("a ки b ки", "a ++ b", "not 'input' with signs"),  # as many signs, at other places
+        ("a", "a", "'input'"),
+        ("a ки b", "a + b", "behind the last"),
+        ("a ки b ки", "a +", "'input'"),
+        ("a ки", "a + b +", "'input'"),
+        ("a ки", "b +", "'input'"),
+        ("a ки b ки", "a ++ b", "'input'"),  # as many signs, at other places
     ],
 )
 def test_texts_that_do_not_match_are_dropped(written: str, judged: str, reason: str) -> None:
-    with pytest.raises(Dropped, match=reason):
+    with refuses(Dropped, reason):
         align(written, judged)
 
 
@@ -92,7 +93,7 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         "a blank problem": 1,
         "a blank step": 2,
     }
-    with pytest.raises(DataError, match=r"y\.jsonl:1: the key 'label' is missing"):
+    with refuses(DataError, "y.jsonl:1", "'label'"):
         math_shepherd(path=write_rows(tmp_path / "y.jsonl", [{"input": "q? Step 1: a ки"}]))
 
 

@@ -20,6 +20,7 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
+from refusing import refuses
 
 EASY: dict[str, Any] = {"name": "stories", "max_steps": 1, "size": 30}
 HARD: dict[str, Any] = {"name": "stories", "min_steps": 2, "size": 60}
@@ -125,11 +126,11 @@ def no_examples() -> Task:
 
 def test_tasks_of_ones_own_that_do_not_fit_are_reported() -> None:
     declare_code(["test_mixture:with_a_part", "test_mixture:no_examples"])
-    with pytest.raises(UsageError, match=r"task\.parts: rows of part 'with_a_part' have a key 'part'.*call that key"):
+    with refuses(UsageError, "task.parts", "'with_a_part'", "'part'"):
         names_of(mix({"task": EASY}, {"task": "test_mixture:with_a_part"}))
-    with pytest.raises(UsageError, match=r"task\.parts\.0\.task: part 'none' has no examples"):
+    with refuses(UsageError, "task.parts.0.task", "'none'"):
         mix({"task": "test_mixture:no_examples", "name": "none"})
-    with pytest.raises(DataError, match=r"part 'rows': .*nowhere\.jsonl"):
+    with refuses(DataError, "part 'rows'", "nowhere.jsonl"):
         mix({"task": EASY}, {"task": {"name": "jsonl", "path": "nowhere.jsonl"}, "name": "rows"})
 
 

@@ -39,14 +39,9 @@ def test_answers_are_letters_or_indices(tmp_path: Path) -> None:
     [
         ({"answer": "E"}, "'answer' must be a letter from A to D or 0 to 3; got 'E'"),
         ({"answer": 4}, "got 4"),
-        ({"answer": -1}, "got -1"),
         ({"answer": True}, "got True"),
-        ({"answer": None}, "got None"),
-        ({"answer": "AB"}, "got 'AB'"),
         ({"choices": ["1"]}, "list of 2 to 10 texts"),
-        ({"choices": "1234"}, "list of 2 to 10 texts"),
         ({"choices": ["1", " "]}, "'choice B' is empty"),
-        ({"question": ""}, "'question' is empty"),
         ({"subject": 3}, "'subject' must be text"),
     ],
 )

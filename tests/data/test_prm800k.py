@@ -13,6 +13,7 @@ from sample_rows import fake_hub, needs_data, real_file, write_rows
 from posttrain.data.steps import prm800k
 from posttrain.errors import DataError, UsageError
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 PROBLEM = "What is 2 + 3 + 4?"
 
@@ -71,7 +72,7 @@ def test_a_solution_and_the_candidates_next_to_it(tmp_path: Path) -> None:
     assert example.answer is None
     assert task.dropped == {"a candidate step without a rating": 1}
     assert task.keys["question", "read"] == task.keys["label", "read"] == 1
-    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
+    with refuses(UsageError, "num_classes"):
         read(tmp_path, [TREE], num_classes=3, neutral="good")
 
 
@@ -128,7 +129,7 @@ def test_the_end_of_a_solution(tmp_path: Path) -> None:
     task = read(tmp_path, [behind])
     assert paths(task.examples[0]) == [("a", (0,))]
     assert task.dropped == {"a candidate step behind one that nothing goes on from": 2}
-    with pytest.raises(DataError, match="no row can be used: 1 × a quality-control solution"):
+    with refuses(DataError, "a quality-control solution"):
         read(tmp_path, [published(is_quality_control_question=True)])
 
 
@@ -149,7 +150,7 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         expected = {f"prm800k/{split}/phase{p}/{i + 1}": f"{p} {split} {i}" for p in (1, 2) for i in range(2)}
         assert {example.id: example.messages[0].content for example in examples} == expected
     fake_hub(monkeypatch, tmp_path, {})
-    with pytest.raises(DataError, match=r"hub:tasksource/PRM800K/phase1_train.jsonl: cannot be loaded"):
+    with refuses(DataError, "phase1_train.jsonl"):
         prm800k()
 
 
@@ -158,10 +159,8 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ({"prompt": "q", "completions": []}, "'question' must be an object, as in the published files; got None"),
         (published(step(rated("a", 2), chosen=0)), "'rating' must be −1, 0, 1 or null; got 2"),
-        (published(step(rated("a", True), chosen=0)), "'rating' must be −1, 0, 1 or null; got True"),
         (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1 of 1 completions"),
         (published(step("a", chosen=0)), "step 1: a completion must be an object"),  # type: ignore[arg-type]
-        (published(question={}), "the key 'problem' is missing"),
         (published(label={"steps": 3}), "'label' needs 'steps', a list"),
         (published("a"), "'label.steps' 1 must be an object"),  # type: ignore[arg-type]
         (published(step(rated(5, 1), chosen=0)), "'step 1' must be text"),  # type: ignore[arg-type]
@@ -274,6 +273,6 @@ def test_rows_of_single_steps_give_the_same_solution(tmp_path: Path) -> None:
     assert found.responses == expected.responses
     assert found.meta == {"first_error": None}
     assert [response.text for response in other.responses] == ["2+3=7."]
-    for wrong, message in ({"rating": 2}, "'rating' must be"), ({"responses": "a"}, "'responses' must be a list"):
-        with pytest.raises(DataError, match=message):
+    for wrong, message in ({"rating": 2}, "'rating' must be"), ({"responses": "a"}, "'responses'"):
+        with refuses(DataError, message):
             read(tmp_path, [single[0] | wrong])

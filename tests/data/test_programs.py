@@ -15,6 +15,7 @@ from posttrain.errors import DataError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.sandbox.sandbox import refusal
 from posttrain.types import Example
+from refusing import refuses
 
 KIND = "process" if refusal("bubblewrap") else "bubblewrap"
 HELPER = "from typing import List\n\n\ndef helper(n):\n    return n + 1\n\n\n"
@@ -73,23 +74,23 @@ def test_a_row_of_mbpp(tmp_path: Path) -> None:
     only_the_first = "```\ndef shared(a, b): return [2]\n```"
     assert outcomes([example] * 3, [example.demonstration, only_the_first, "Yes."]) == ["right", "wrong", "no_answer"]
     assert [e.id for e in mbpp(path=path, split="test").examples] == ["mbpp/test/2"]
-    with pytest.raises(DataError, match=r"3 × of another split than validation \(task_id 511 to 600\)"):
+    with refuses(DataError, "task_id"):
         mbpp(path=path, split="validation")
 
 
 @pytest.mark.parametrize(
     ("read", "row", "message"),
     [
-        (humaneval, HUMANEVAL | {"entry_point": "a b"}, "'entry_point' must be the name of a function; got 'a b'"),
-        (humaneval, {"prompt": "x"}, "the key 'entry_point' is missing"),
-        (mbpp, MBPP | {"test_list": []}, "'test_list' must be a list of lines of Python"),
-        (mbpp, MBPP | {"test_list": [1]}, "'test_list' must be text"),
-        (mbpp, MBPP | {"task_id": "601"}, "'task_id' must be an integer, which says the split"),
-        (mbpp, MBPP | {"code": None}, "'code' must be text"),
+        (humaneval, HUMANEVAL | {"entry_point": "a b"}, "'entry_point'"),
+        (humaneval, {"prompt": "x"}, "'entry_point'"),
+        (mbpp, MBPP | {"test_list": []}, "'test_list'"),
+        (mbpp, MBPP | {"test_list": [1]}, "'test_list'"),
+        (mbpp, MBPP | {"task_id": "601"}, "'task_id'"),
+        (mbpp, MBPP | {"code": None}, "'code'"),
     ],
 )
 def test_rows_that_cannot_be_used(read: Any, row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as error:
+    with refuses(DataError, "rows.jsonl:1") as error:
         read(path=write(tmp_path, row))
     assert message in str(error.value)
 

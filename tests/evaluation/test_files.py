@@ -22,6 +22,7 @@ from posttrain.evaluation.files import (
 )
 from posttrain.evaluation.generation import Evaluation
 from posttrain.evaluation.items import Item, write_items
+from refusing import refuses
 
 SETTINGS = {"model": "tiny", "samples": 2, "ks": (1, 2)}
 
@@ -53,7 +54,7 @@ def test_a_trial_counts_as_finished_with_the_same_settings_alone(tmp_path: Path)
 def test_runs_and_models_are_not_overwritten(tmp_path: Path) -> None:
     refuse_other(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="that is the folder of a model"):
+    with refuses(UsageError, "is the folder"):
         refuse_other(tmp_path)
 
 
@@ -145,7 +146,7 @@ def test_items_have_as_many_answers_as_the_settings_say(tmp_path: Path) -> None:
     write_items([make_item(0, "rw"), Item("x/1", 1, "long", None)], tmp_path / "items.jsonl")
     assert [len(item.samples) for item in read_finished(tmp_path).items()] == [2, 0]
     write_items([make_item(0, "rw"), make_item(1, "rwr")], tmp_path / "items.jsonl")
-    with pytest.raises(DataError, match=r"items\.jsonl:2: 3 answers, where the settings of the evaluation say 2"):
+    with refuses(DataError, "items.jsonl:2"):
         read_finished(tmp_path).items()
 
 
@@ -155,5 +156,5 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) 
     (tmp_path / "results.json").write_text(json.dumps(content))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match="this is no file"):
+    with refuses(DataError, "is no file"):
         read_finished(tmp_path).items()

@@ -26,6 +26,7 @@ from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Sampler, build_grader
 from posttrain.store.metric_names import find_metric
 from posttrain.types import Completion, Example, Message, Rollout
+from refusing import refuses
 
 
 def make_rollout(text: str, ids: list[int], **changes) -> Rollout:
@@ -93,7 +94,7 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "items.jsonl"
-    with pytest.raises(DataError, match=r"items\.jsonl: cannot be read"):
+    with refuses(DataError, "items.jsonl"):
         read_items(path)
     write_items([make_item(0, "r")], path)
     good = path.read_text()
@@ -112,7 +113,7 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
             read_items(path)
         assert "\x1b" not in str(refused.value)
     path.write_text(good + '{"id": "x"}\n' + "[" * 5000)
-    with pytest.raises(DataError, match=r"items\.jsonl:2: no item of an evaluation \(index: Field required\)"):
+    with refuses(DataError, "items.jsonl:2"):
         read_items(path)
 
 

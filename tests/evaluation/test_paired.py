@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from closeness import approx
 from made_up_items import make_items
 from posttrain.errors import UsageError
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.tables import compare_items, pair_items, settings_apart
+from refusing import refuses
 
 A = ["r"] * 4 + ["r"] * 1 + ["w"] * 3 + ["n"] * 2  # 5 of 10
 B = ["r"] * 4 + ["w"] * 1 + ["r"] * 3 + ["w"] * 2  # 7 of 10
@@ -66,25 +65,25 @@ def test_items_without_answers_count_as_wrong_and_ungraded_ones_do_not_count() -
     b = make_items(["r", "r", "u", "r"])
     found = compare_items(a, b, labels=LABELS, samples=1)
     assert found.table == {"both": 1, "only_a": 0, "only_b": 2, "neither": 0}
-    with pytest.raises(UsageError, match="nothing was graded"):
+    with refuses(UsageError, "nothing was graded"):
         compare_items(make_items(["u"]), make_items(["u"]), labels=LABELS, samples=1)
 
 
 def test_other_items_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"0 are in A alone and 1 in B alone, such as made/1"):
+    with refuses(UsageError, "such as made/1"):
         pair_items(make_items(["r"]), make_items(["r", "r"]))
-    with pytest.raises(UsageError, match="2 items of B have 1 ids"):
+    with refuses(UsageError, "have 1 ids"):
         pair_items(make_items(["r"]), make_items(["r"]) * 2)
     changed = [replace(item, answer="7") for item in make_items(["r"])]
-    with pytest.raises(UsageError, match="1 items are not alike in question or gold answer, such as made/0"):
+    with refuses(UsageError, "such as made/0"):
         pair_items(make_items(["r"]), changed)
 
 
 def test_other_settings_are_refused_or_reported() -> None:
     base = {"samples": 1, "max_tokens": 64, "temperature": 0.0, "template": {"name": "boxed"}, "model": "a", "seed": 0}
-    with pytest.raises(UsageError, match=r"\(max_tokens: 64 and 32; temperature: 0\.0 and 1\.0\)"):
+    with refuses(UsageError, "max_tokens"):
         settings_apart(base, base | {"max_tokens": 32, "temperature": 1.0})
-    with pytest.raises(UsageError, match="top_k: None and 5"):
+    with refuses(UsageError, "top_k"):
         settings_apart(base, base | {"top_k": 5})
     apart = settings_apart(base, base | {"template": {"name": "plain"}, "model": "b"})
     assert apart == {"model": ("a", "b"), "template": ({"name": "boxed"}, {"name": "plain"})}

@@ -6,7 +6,6 @@ import math
 import statistics
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +23,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.rollout import Sampler, build_grader
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 
 def tiny() -> Any:
@@ -89,7 +89,7 @@ def test_the_same_model_loses_nothing(tokenizer, template) -> None:
 
 
 def test_prompts_that_do_not_fit(tokenizer, template) -> None:
-    with pytest.raises(UsageError, match="no prompt fits into the model's 10 tokens"):
+    with refuses(UsageError, "model's 10 tokens"):
         compare(tokenizer, template, tiny(), tiny(), n=2, context=10)
 
 

@@ -18,6 +18,7 @@ from posttrain.errors import RecipeError
 from posttrain.graders.grading import Submission, Verdict, grade
 from posttrain.graders.math.grader import compare_quickly, math
 from posttrain.registry import find
+from refusing import refuses
 
 
 def outcome(given: str, gold: str, **options: Any) -> str:
@@ -88,9 +89,9 @@ def test_options() -> None:
     assert outcome("3.1", "3.14", relative_tolerance=0.02) == "right"
     assert outcome("(1, 3.1)", "(1, 3.14)", relative_tolerance=0.02) == "right"
     assert outcome("\\gcd(10^{100000000}, 7)", "4", memory_megabytes=64, timeout_seconds=20) == "crash"
-    with pytest.raises(RecipeError, match="timeout_seconds"):
+    with refuses(RecipeError, "timeout_seconds"):
         find("grader", "math").bind({"timeout_seconds": 0})
-    with pytest.raises(RecipeError, match="no key 'timeout'"):
+    with refuses(RecipeError, "no key 'timeout'"):
         grade("math", [], {"timeout": 1})
 
 

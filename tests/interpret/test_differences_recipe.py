@@ -10,6 +10,7 @@ from posttrain.errors import RecipeError, UnknownComponent
 from posttrain.interpret.differences.changes_recipe import load_diff_recipe
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
+from refusing import refuses
 
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
@@ -54,26 +55,22 @@ def test_two_models_and_options_make_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "changes.sedes",
-            "3",
-            r"command line: changes.sedes: section 'changes' has no key 'sedes'. Did you mean 'seeds'\? Known keys: ",
-        ),
-        ("changes.by", "me", "changes.by: Input should be 'post' or 'base'; got 'me'"),
-        ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),
-        ("changes.difference", "topk", "changes.difference: this key was removed. Use `posttrain sae train` with"),
-        ("base.recipe", "tiny/sft", "base: give either the 'name' of a model or a run, or a training 'recipe'"),
+        ("changes.sedes", "3", "command line: changes.sedes"),
+        ("changes.by", "me", "changes.by"),
+        ("changes.causal.features", "0", "changes.causal.features"),
+        ("changes.difference", "topk", "changes.difference"),
+        ("base.recipe", "tiny/sft", "base:"),
     ],
 )
 def test_mistakes_are_named(key: str, value: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, message):
         load_diff_recipe(["tiny", "tiny"], [(key, value)])
 
 
 def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownComponent, match="batchtopk"):
+    with refuses(UnknownComponent, "batchtopk"):
         load_diff_recipe(["tiny", "tiny"], [("changes.dictionary", "batchtop")]).resolve()
-    with pytest.raises(RecipeError, match="compares no models"):
+    with refuses(RecipeError, "compares no models"):
         load_diff_recipe(["tiny/sft"])
     path = tmp_path / "r.yaml"
     path.write_text("base: tiny\nchanges:\n  site: resid.2\n  seeds: none\n")

@@ -31,6 +31,7 @@ from posttrain.interpret.features.features import (
 from posttrain.interpret.features.lens import Lens, build_lens
 from posttrain.interpret.saes.fitting import StoreRows
 from posttrain.interpret.saes.sae import SparseAutoencoder
+from refusing import refuses
 
 
 def coordinates(d: int) -> SparseAutoencoder:
@@ -221,7 +222,7 @@ def test_only_some_features(sae: SparseAutoencoder, store: ActivationStore) -> N
     assert [feature["feature"] for feature in some] == [1, 0]
     assert some[0] == every[1]
     assert some[1]["contexts"] == every[0]["contexts"][:1]
-    with pytest.raises(UsageError, match="feature 3: this dictionary has 3, from 0 to 2"):
+    with refuses(UsageError, "3: this dictionary"):
         check_features(sae, [0, 3])
 
 
@@ -258,5 +259,5 @@ def test_lens_equals_norm_and_head(family: str) -> None:
 
 
 def test_build_lens_a_backbone_is_refused() -> None:
-    with pytest.raises(UsageError, match="no LM head"):
+    with refuses(UsageError, "no LM head"):
         build_lens(families.build("qwen3").model)

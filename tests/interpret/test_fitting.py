@@ -26,6 +26,7 @@ from posttrain.interpret.saes.fitting import (
 )
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
+from refusing import refuses
 
 X = torch.arange(60.0).view(30, 2)
 
@@ -60,7 +61,7 @@ def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:
     rows = StoreRows(paired, source="base")
     assert [first_held_out(rows, held_out, 4) for held_out in (1, 7, 8, 18, 19)] == [23, 23, 12, 12, 11]
     assert first_held_out(TensorRows(X), 7, 4) == 23
-    with pytest.raises(UsageError, match=r"30 rows of activations, of which 28 .* do not make one batch of 4"):
+    with refuses(UsageError, "activations, of which", "batch of 4"):
         first_held_out(TensorRows(X), 28, 4)
 
 
@@ -69,9 +70,9 @@ def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
     read = {s: StoreRows(paired, "resid.2", s).gather(chosen) for s in ("base", "post", "difference")}
     assert torch.equal(read["base"], X[chosen])
     assert torch.equal(read["difference"], (X * 2)[chosen])
-    with pytest.raises(UsageError, match="say which; these activations have base, post, difference"):
+    with refuses(UsageError, "which; these activations"):
         StoreRows(paired)
-    with pytest.raises(UsageError, match="there is no 'model'; these activations have base"):
+    with refuses(UsageError, "'model'"):
         StoreRows(paired, None, "model")
 
 
@@ -81,7 +82,7 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
     assert (rows.source, rows.d, rows.num_rows) == ("model", 2, 30)
     assert rows.gather(torch.tensor([1])).dtype == torch.float32
     assert median_norm(rows) == approx(float(X.bfloat16().float().norm(dim=1).sort().values[14]))
-    with pytest.raises(UsageError, match="there is no 'difference'; these activations have model"):
+    with refuses(UsageError, "'difference'"):
         StoreRows(store, None, "difference")
 
 
@@ -209,5 +210,5 @@ def test_recover_first_tokens_and_outliers_stay(tiny_random: Callable[..., Any])
     assert recover(model, exact(64), "resid.1", DOCUMENTS[:1])["ce_zero"] == approx(expected, rel=1e-5)
     found = recover(model, exact(64), "resid.1", DOCUMENTS, limit=1e-6)
     assert found["ce_zero"] == found["ce"]
-    with pytest.raises(UsageError, match="a document of two tokens"):
+    with refuses(UsageError, "document of two"):
         recover(model, exact(64), "resid.1", [[3]])

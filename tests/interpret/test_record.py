@@ -37,6 +37,7 @@ from posttrain.recipes.sections import AdapterSection, Component, ModelSection
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
+from refusing import refuses
 
 
 def some_documents(n: int = 12, seed: int = 0) -> list[list[int]]:
@@ -125,7 +126,7 @@ def test_record_pairs_are_the_same_tokens_in_both_models(
     assert both.index.sources[0].weights_hash != both.index.sources[1].weights_hash
     tiny.save_pretrained(tmp_path / "m")
     small_tokenizer.save_pretrained(tmp_path / "m")
-    with pytest.raises(UsageError, match="have different tokenizers, so no token stands for the same"):
+    with refuses(UsageError, "have different tokenizers"):
         record_activations(["tiny", str(tmp_path / "m")], [[1, 2]], ["resid.2"], tmp_path / "none")
 
 
@@ -246,7 +247,7 @@ def test_collect_keeps_both_limits() -> None:
     assert found.prompt_lengths == [20, 10]
     assert +found.dropped == {"beyond_context_tokens": 30, "empty_documents": 1}
     assert found.data == {"source": "x", "context_tokens": 20, "max_rows": 33}
-    with pytest.raises(UsageError, match="nothing to record over: x has no tokens"):
+    with refuses(UsageError, "nothing to record"):
         collect_documents([], {"source": "x"}, 20, None)
 
 
@@ -267,7 +268,7 @@ def test_read_documents_a_text_is_cut_into_pieces(small_tokenizer: Any, tmp_path
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=start, eos_token=start)
     found = read_documents(tokenizer, text=str(path), context_tokens=5)  # every piece begins as a text does
     assert found.ids == [[number, *ids[start : start + 4]] for start in range(0, len(ids), 4)]
-    with pytest.raises(UsageError, match="at least 2 tokens"):
+    with refuses(UsageError, "least 2 tokens"):
         read_documents(tokenizer, text=str(path), context_tokens=1)
 
 
@@ -277,10 +278,10 @@ def test_read_documents_texts_of_a_file_of_rows(small_tokenizer: Any, tmp_path: 
     found = read_documents(small_tokenizer, text=str(path), context_tokens=1000)
     assert found.ids == [encode_plain(small_tokenizer, question) for question in QUESTIONS]
     path.write_text('{"text": "a"}\n{"texr": "b"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the key 'text' is missing\. Did you mean 'texr'\?"):
+    with refuses(DataError, "a.jsonl:2", "'text'", "'texr'"):
         read_documents(small_tokenizer, text=str(path), context_tokens=1000)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="this is no UTF-8 text"):
+    with refuses(DataError, "no UTF-8 text"):
         read_documents(small_tokenizer, text=str(tmp_path / "b.txt"), context_tokens=1000)
 
 
@@ -294,9 +295,9 @@ def test_read_rollouts_are_those_of_training_token_by_token(tmp_path: Path) -> N
     assert found.prompt_lengths == [3, 1]
     assert +found.dropped == {"beyond_context_tokens": 2}
     RolloutStore(tmp_path / "empty.db").close()
-    with pytest.raises(DataError, match="no rollouts to read: this run has sampled nothing"):
+    with refuses(DataError, "rollouts to read"):
         read_rollouts(tmp_path / "empty.db", "", 10)
-    with pytest.raises(DataError, match="no such rollout database"):
+    with refuses(DataError, "such rollout database"):
         read_rollouts(tmp_path / "none.db", "", 10)
 
 
@@ -331,7 +332,7 @@ def test_activations_prompts_of_a_task(tiny, here: Path, capsys: pytest.CaptureF
     assert_close(found, states(tiny, store.document_tokens(1), 3)[1:], rtol=1e-5, atol=1e-5)
     assert main([*command, "--quiet"]) == 0  # all of it is there
     assert capsys.readouterr().out == ""
-    assert "another `outliers`: 10.0 there, 3.0 now" in refused(capsys, *command[1:], "--outliers", "3")
+    assert "`outliers`" in refused(capsys, *command[1:], "--outliers", "3")
 
 
 def test_activations_of_what_a_run_has_sampled(here: Path) -> None:
@@ -356,16 +357,16 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
     layer = ["tiny", "--layer", "2"]
     for arguments, message in (
         (["tiny"], "--layer is needed"),
-        (["tiny", "--layer", "9"], "resid.9: tiny has 4 layers"),
-        (["tiny", "--layer", "0"], "'resid.0' is no site"),
-        ([*layer, "--site", "mlp"], "`posttrain activations --site` was removed. Use --layer"),
-        ([*layer, "--text", "none.txt"], "none.txt: no such file"),
-        ([*layer, "--text", "none.txt", "--task", "stories"], "give one of --task, --text and"),
-        ([*layer, "--text", "none.txt", "--task.n", "5"], "options of a task or template"),
+        (["tiny", "--layer", "9"], "resid.9"),
+        (["tiny", "--layer", "0"], "'resid.0'"),
+        ([*layer, "--site", "mlp"], "`posttrain activations --site`"),
+        ([*layer, "--text", "none.txt"], "none.txt"),
+        ([*layer, "--text", "none.txt", "--task", "stories"], "--task"),
+        ([*layer, "--text", "none.txt", "--task.n", "5"], "task or template"),
         ([*layer, "--rollouts", "none"], "none"),
-        ([*layer, "--taks", "x"], "no option --taks. Did you mean --task?"),
-        ([*layer, "--context-tokens", "5000", "--text", "long.txt"], "does not fit into the model"),
-        (["none", "--export-pt", "x"], "no recorded activations here"),
+        ([*layer, "--taks", "x"], "--taks"),
+        ([*layer, "--context-tokens", "5000", "--text", "long.txt"], "into the model"),
+        (["none", "--export-pt", "x"], "recorded activations here"),
         (["none", "--import-pt", "resid.2"], "give --out"),
     ):
         assert message in refused(capsys, *arguments), arguments
@@ -376,7 +377,7 @@ def test_activations_much_is_written_only_when_it_is_wanted(
 ) -> None:
     request = ["tiny", "--layer", "1", "--max-rows", "100", "--out", "s"]
     monkeypatch.setattr(recording, "LARGE_BYTES", 26_000)
-    assert "100 tokens x 268 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *request)
+    assert "--yes" in refused(capsys, *request)
     assert not (here / "s").exists()
     assert main(["activations", *request, "--yes"]) == 0
 

@@ -25,6 +25,7 @@ from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
+from refusing import refuses
 
 KINDS: dict[str, dict[str, Any]] = {"batchtopk": {"k": 4}, "topk": {"k": 4}, "l1": {"coefficient": 0.02}}
 
@@ -158,7 +159,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
     assert state_of(again) == state_of(whole)
     for folder in (tmp_path / "cut" / "checkpoints").glob("step-*"):
         (folder / "state.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="none of the checkpoints verifies"):
+    with refuses(CheckpointError, "the checkpoints verifies"):
         train(tmp_path / "cut", recipe(), resume=True)
 
 
@@ -204,7 +205,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises((NonFiniteLoss, UsageError), match=r"not finite|the loss is"):
         train(tmp_path, recipe(log_every=1), data)
     data = rows()
-    with pytest.raises(NonFiniteLoss, match=r"step \d+: the loss is .* A smaller train.lr"):
+    with refuses(NonFiniteLoss, "A smaller train.lr"):
         train(tmp_path / "lr", recipe("l1", lr=1e30, log_every=1, max_grad_norm=None), data)
 
 
@@ -281,7 +282,7 @@ def test_open_or_record_a_damaged_recording_is_refused(tmp_path: Path) -> None:
     first, _ = made(tmp_path / "one")
     shard = first.folder / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4] + b"\0\0\1\0")
-    with pytest.raises(DataError, match="was changed after it was recorded"):
+    with refuses(DataError, "was changed after"):
         made(tmp_path / "one")
 
 
@@ -301,7 +302,7 @@ def test_open_or_record_an_interrupted_recording_goes_on(tmp_path: Path, monkeyp
         patched.setattr(StoreWriter, "add", stop)
         with pytest.raises(KeyboardInterrupt):
             made(tmp_path / "one")
-    with pytest.raises(UsageError, match="was recorded with another `outliers`"):
+    with refuses(UsageError, "`outliers`"):
         made(tmp_path / "one", outliers=3)
     again, _ = made(tmp_path / "one")
     assert [shard.sha256 for shard in again.index.shards] == [shard.sha256 for shard in whole.index.shards]
@@ -325,15 +326,15 @@ def test_every_recipe_resolves_and_its_dump_is_the_same_recipe(name: str, tmp_pa
 
 
 REFUSED: list[tuple[list[tuple[str, str]], str]] = [
-    ([("dictionary.kk", "3")], r"dictionary.kk: dictionary 'batchtopk' has no key 'kk'. Did you mean 'k'\?"),
-    ([("dictionary", "topp")], r"there is no dictionary named 'topp'. Did you mean 'topk'\?"),
-    ([("activations.folder", "x")], "give either 'folder', with activations, or the 'model'"),
-    ([("activations.sites", "[resid.1]")], r"activations\.sites: this key was removed\. Use `posttrain activations"),
-    ([("activations.source", "difference")], "eval.documents: only a dictionary of one model can be put into it"),
+    ([("dictionary.kk", "3")], "dictionary.kk"),
+    ([("dictionary", "topp")], "'topp'"),
+    ([("activations.folder", "x")], "'folder'"),
+    ([("activations.sites", "[resid.1]")], "activations.sites"),
+    ([("activations.source", "difference")], "eval.documents"),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)
 def test_what_is_refused(overrides: list[tuple[str, str]], message: str) -> None:
-    with pytest.raises(PosttrainError, match=message):
+    with refuses(PosttrainError, message):
         load_sae_recipe("tiny/sae", overrides).resolve()

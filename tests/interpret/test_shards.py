@@ -22,6 +22,7 @@ from posttrain.interpret.activations.shards import (
     import_pt,
     write_tensors,
 )
+from refusing import refuses
 
 DOCUMENTS = [[7, 8, 9], [1], [4, 4, 5, 6]]
 
@@ -63,11 +64,11 @@ def test_store_two_sites_and_two_sources_have_to_be_named(tmp_path: Path) -> Non
     index = torch.tensor([6, 1])
     assert torch.equal(store.gather(index, "resid.3", "post"), rows(d=3, seed=4)[index])
     assert torch.equal(store.gather(index, "resid.2", "base"), rows(seed=1)[index])
-    with pytest.raises(UsageError, match=r"say which site Recorded: resid\.2, resid\.3"):
+    with refuses(UsageError, "resid.2", "resid.3"):
         store.gather(index, source="base")
-    with pytest.raises(UsageError, match="say which source Recorded: base, post"):
+    with refuses(UsageError, "which source Recorded"):
         store.gather(index, "resid.3")
-    with pytest.raises(UsageError, match=r"there is no site 'resid\.4'\. Recorded: resid\.2, resid\.3"):
+    with refuses(UsageError, "'resid.4'", "resid.2", "resid.3"):
         store.gather(index, "resid.4", "base")
 
 
@@ -92,22 +93,22 @@ def test_store_a_changed_or_missing_shard_is_found(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     ActivationStore(tmp_path / "s")
-    with pytest.raises(DataError, match=r"shard-00001.*was changed after it was recorded"):
+    with refuses(DataError, "shard-00001"):
         ActivationStore(tmp_path / "s", verify=True)
     file.unlink()
-    with pytest.raises(DataError, match=r"shard-00001.*is missing"):
+    with refuses(DataError, "shard-00001"):
         ActivationStore(tmp_path / "s")
 
 
 def test_store_that_is_no_finished_recording_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no recorded activations here \(no index\.json\)"):
+    with refuses(DataError, "index.json"):
         ActivationStore(tmp_path)
     StoreWriter(tmp_path / "begun", index_of({"resid.2": 4}), Documents(DOCUMENTS))
-    with pytest.raises(DataError, match="was interrupted; the same command again goes on"):
+    with refuses(DataError, "interrupted; the same"):
         ActivationStore(tmp_path / "begun")
     for content in ('{"format": 1}', "{", "[]", ""):
         (tmp_path / "index.json").write_text(content)
-        with pytest.raises(DataError, match="no index of activations that can be read"):
+        with refuses(DataError, "index of activations"):
             ActivationStore(tmp_path)
 
 
@@ -115,13 +116,13 @@ def test_store_that_is_no_finished_recording_is_refused(tmp_path: Path) -> None:
     ("place", "value", "message"),
     [
         (("widths",), {}, "widths: "),
-        (("widths", "resid.2"), 5, r"shard-00000\.safetensors: resid\.2@model has the shape \(3, 4\), but"),
+        (("widths", "resid.2"), 5, "shard-00000.safetensors"),
         (("sources",), [], "sources: "),
-        (("sources", 0, "dtype"), "int8", r"sources\.0\.dtype: "),
-        (("documents",), 2, r"documents\.safetensors: offsets has the shape \(4,\), but index.json means \(3,\)"),
-        (("rows",), 9, "rows: not those of the shards"),
-        (("shards", 0, "file"), "../s/shard-00000.safetensors", r"shards\.0\.file: "),
-        (("documents",), "\x1b[31m", "documents: Input should be a valid integer"),
+        (("sources", 0, "dtype"), "int8", "sources.0.dtype: "),
+        (("documents",), 2, "documents.safetensors"),
+        (("rows",), 9, "rows:"),
+        (("shards", 0, "file"), "../s/shard-00000.safetensors", "shards.0.file: "),
+        (("documents",), "\x1b[31m", "documents"),
     ],
 )
 def test_store_an_index_that_no_recording_writes_is_refused(
@@ -134,7 +135,7 @@ def test_store_an_index_that_no_recording_writes_is_refused(
         inner = inner[key]
     inner[place[-1]] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=message) as refused:
+    with refuses(DataError, message) as refused:
         ActivationStore(tmp_path / "s")
     assert "\x1b" not in str(refused.value)
 
@@ -142,10 +143,10 @@ def test_store_an_index_that_no_recording_writes_is_refused(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("shard-00000", lambda tensors: tensors.pop("tokens"), "tokens has the shape nothing"),
-        ("shard-00000", lambda tensors: tensors.update(position=tensors["position"][:1]), "position has the shape"),
-        ("shard-00000", lambda tensors: tensors.update(document=tensors["document"] + 3), "is of another document"),
-        ("documents", lambda tensors: tensors.update(offsets=tensors["offsets"].flip(0)), "do not follow one another"),
+        ("shard-00000", lambda tensors: tensors.pop("tokens"), "the shape nothing"),
+        ("shard-00000", lambda tensors: tensors.update(position=tensors["position"][:1]), "position has the"),
+        ("shard-00000", lambda tensors: tensors.update(document=tensors["document"] + 3), "of another document"),
+        ("documents", lambda tensors: tensors.update(offsets=tensors["offsets"].flip(0)), "follow one another"),
     ],
 )
 def test_store_tensors_that_no_recording_writes_are_refused(file: str, change, message: str, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_store_tensors_that_no_recording_writes_are_refused(file: str, change, m
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, message):
         ActivationStore(tmp_path / "s").documents(torch.arange(8))
 
 
@@ -161,7 +162,7 @@ def test_store_a_shard_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
     place = written(tmp_path / "s").folder
     for content in (b"", b"\xff" * 64, b"\x08" + bytes(7) + b"not json", b"\x02" + bytes(7) + b"[]"):
         (place / "shard-00001.safetensors").write_bytes(content)
-        with pytest.raises(DataError, match=r"shard-00001\.safetensors: holds no tensors that can be read"):
+        with refuses(DataError, "shard-00001.safetensors"):
             ActivationStore(place)
 
 
@@ -192,12 +193,12 @@ def test_pt_files_out_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for source in again.sources:
         assert torch.equal(again.gather(everything, source=source), store.gather(everything, "resid.3", source))
     assert [again.document_tokens(number) for number in range(3)] == DOCUMENTS
-    with pytest.raises(UsageError, match="is not empty"):
+    with refuses(UsageError, "is not empty"):
         export_pt(store, tmp_path / "pt")
 
 
 def test_pt_files_of_others(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.pt files in this folder"):
+    with refuses(DataError, "in this folder"):
         import_pt(tmp_path, "resid.20", tmp_path / "s")
     for number in (0, 1):
         torch.save(rows(seed=number), tmp_path / f"activations_{number}.pt")
@@ -205,13 +206,13 @@ def test_pt_files_of_others(tmp_path: Path) -> None:
     assert torch.equal(store.gather(torch.arange(16)), torch.cat([rows(seed=0), rows(seed=1)]))
     assert (store.index.dtype, store.num_documents, store.sites) == ("fp32", 1, ("resid.20",))
     for content, message in (
-        ({"a": rows()}, r"a\.pt: a tensor with 2 dimensions is needed; got dict"),
-        (rows()[0], r"got shape \[4\]"),
-        (rows()[:, :3], r"different widths: \[3, 4\]"),
+        ({"a": rows()}, "a.pt:"),
+        (rows()[0], "got shape [4]"),
+        (rows()[:, :3], "different widths: [3"),
     ):
         torch.save(content, tmp_path / "a.pt")
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, message):
             import_pt(tmp_path, "resid.20", tmp_path / "other")
     (tmp_path / "a.pt").write_bytes(b"nothing of the kind")
-    with pytest.raises(DataError, match=r"a\.pt: this \.pt file cannot be read as a plain tensor"):
+    with refuses(DataError, "a.pt:"):
         import_pt(tmp_path, "resid.20", tmp_path / "other")

@@ -17,6 +17,7 @@ from posttrain.interpret.features.steering import Steering, load_steering
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
+from refusing import refuses
 
 D = 64
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
@@ -154,17 +155,17 @@ def test_from_a_folder(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
 def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path) -> None:
     model, sae = tiny_random("qwen3"), random_sae()
     for made, site, change, message in (
-        (sae, "resid.3", {1: 1.0}, "this model has 2 layers"),
-        (sae, "resid.1", {100: 1.0}, "feature 100: this dictionary has 100"),
+        (sae, "resid.3", {1: 1.0}, "model has 2"),
+        (sae, "resid.1", {100: 1.0}, "100: this dictionary"),
         (sae, "resid.1", {-1: None}, "feature -1"),
-        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "width 32; this model has 64"),
+        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "32; this model"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refuses(UsageError, message):
             Steering(model, made, site, change)
     save_sae(sae, tmp_path / "a", {"site": "resid.1", "source": "difference"})
-    with pytest.raises(UsageError, match="of the difference of two models' activations"):
+    with refuses(UsageError, "two models' activations"):
         load_steering(model, tmp_path / "a", {1: None})
     assert not load_steering(model, tmp_path / "a", {1: 1.0}).is_nothing
     save_sae(sae, tmp_path / "b")
-    with pytest.raises(UsageError, match="no 'site' in 'metadata'"):
+    with refuses(UsageError, "'site'", "'metadata'"):
         load_steering(model, tmp_path / "b", {1: 1.0})

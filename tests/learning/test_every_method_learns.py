@@ -1,6 +1,6 @@
 """Every method that is compared learns: minutes of training each, so in the slow suite.
 
-The cells are those of the shipped comparisons, with fewer updates. Asserted are means over three seeds of
+The rows are in two files next to this one. Asserted are means over three seeds of
 held-out accuracy (greedy, 200 problems) and, for preferences, of the margin.
 """
 
@@ -16,6 +16,7 @@ from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.plan import SweepPlan, load_sweep
 
+HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 STEPS = 20
 EVAL = [("eval.every", str(STEPS)), ("eval.num_examples", "200"), ("eval.num_kl_prompts", "0")]
@@ -36,8 +37,8 @@ SLOW_LEARNERS = {"sdpo": (3, 0.2), "gspo": (3, 0.1), "gspo-token": (3, 0.1)}
 
 @cache
 def plan_of(name: str) -> SweepPlan:
-    overrides = POLICY_GRADIENT if name == "all-policy-gradient" else PREFERENCE
-    plan = load_sweep(name, overrides, folder="unused")
+    overrides = POLICY_GRADIENT if name == "policy_gradient" else PREFERENCE
+    plan = load_sweep(str(HERE / f"{name}.yaml"), overrides, folder="unused")
     for trial in plan.trainings:
         if trial.row == "rejection-sampling":  # as many answers as the others, all at once
             trial.recipe.rollout.num_prompts, trial.recipe.train.num_minibatches = 8 * STEPS, STEPS
@@ -53,7 +54,7 @@ def methods_of(name: str) -> list[str]:
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that all cells start from: it knows the format and mostly guesses."""
-    plan = plan_of("all-policy-gradient")
+    plan = plan_of("policy_gradient")
     assert plan.start is not None
     result = launch(plan.start.recipe, root=tmp_path_factory.mktemp("start"), name="start")
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
@@ -75,19 +76,19 @@ def gain_of(rows: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", methods_of("all-policy-gradient"))
+@pytest.mark.parametrize("method", methods_of("policy_gradient"))
 def test_policy_gradient_raises_held_out_accuracy(method: str, start: Path, tmp_path: Path) -> None:
-    plan = plan_of("all-policy-gradient")
+    plan = plan_of("policy_gradient")
     gains = [gain_of(curve_of(plan, method, seed, start, tmp_path)) for seed in SEEDS]
     assert statistics.fmean(gains) > SLOW_LEARNERS.get(method, (1, GAIN))[1], gains
     assert min(gains) > 0.05, gains
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", methods_of("all-preference"))
+@pytest.mark.parametrize("method", methods_of("preference"))
 def test_preference_raises_margin_and_accuracy(method: str, start: Path, tmp_path: Path) -> None:
     """Pairs of right and wrong answers of the model itself; each is seen once, so margins are of unseen pairs."""
-    plan = plan_of("all-preference")
+    plan = plan_of("preference")
     gains, rises = [], []
     for seed in SEEDS:
         rows = curve_of(plan, method, seed, start, tmp_path)

@@ -19,6 +19,7 @@ from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import merged_weights
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.sampling.vllm.following import checkpoint_weights
+from refusing import refuses
 
 KINDS: dict[str, dict[str, Any]] = {
     "tied embedding": {"target_modules": ["embed_tokens", "q_proj"]},
@@ -134,13 +135,10 @@ def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modules_to_save": ["lm_head"]}, "adapter_model.safetensors has no tensor"),
-        ({"use_new_scaling": True}, "this peft has no setting 'use_new_scaling'"),
-        (
-            {"alora_invocation_tokens": [5, 6]},
-            r"alora_invocation_tokens \(\[5, 6\]\) acts only where peft's own wrapper",
-        ),
-        ({"use_rslora": "no"}, "use_rslora: true or false is needed; got 'no'"),
+        ({"modules_to_save": ["lm_head"]}, "adapter_model.safetensors"),
+        ({"use_new_scaling": True}, "'use_new_scaling'"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"use_rslora": "no"}, "use_rslora"),
     ],
 )
 def test_attach_adapter_with_a_configuration_that_does_not_fit_is_refused(
@@ -149,17 +147,17 @@ def test_attach_adapter_with_a_configuration_that_does_not_fit_is_refused(
     _, folder = make_adapter(target_modules=["q_proj"])
     place = folder / "adapter_config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | settings))
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         load(folder)
 
 
 def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> None:
     _, folder = make_adapter(target_modules=["q_proj"])
     (folder / "adapter_model.safetensors").write_bytes(b"cut")
-    with pytest.raises(UsageError, match=r"adapter_model.safetensors cannot be read"):
+    with refuses(UsageError, "adapter_model.safetensors"):
         load(folder)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"has adapter_config.json and no adapter_model.safetensors"):
+    with refuses(UsageError, "adapter_config.json", "adapter_model.safetensors"):
         load(folder)
 
 
@@ -179,7 +177,7 @@ def test_attach_adapter_whose_embeddings_do_not_fit_states_why(make_adapter: Any
     _, folder = make_adapter(target_modules=["q_proj"])
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path) | {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}, path)
-    with pytest.raises(UsageError, match=r"size mismatch for .*embed_tokens.weight: .*\[300, 32\].*\[300, 64\]"):
+    with refuses(UsageError, "embed_tokens.weight", "[300, 32]", "[300, 64]"):
         load(folder)
 
 
@@ -215,7 +213,7 @@ def test_checkpoint_weights_of_any_kind_of_adapter_are_the_trained_model(kind: s
 @pytest.mark.parametrize("kind", ["tied embedding", "head saved whole"])
 def test_checkpoint_weights_with_an_adapter_on_a_tied_matrix_are_refused(kind: str, make_adapter: Any) -> None:
     model, _ = make_adapter(**KINDS[kind])
-    with pytest.raises(UsageError, match=r"has an adapter and is tied to a parameter of another module"):
+    with refuses(UsageError, "parameter of another"):
         list(checkpoint_weights(model))
 
 
@@ -223,9 +221,9 @@ def test_merge_bias_of_an_adapter_without_a_place_in_the_base_is_refused_by_name
     make_adapter: Any, tmp_path: Path
 ) -> None:
     model, folder = make_adapter("qwen3", target_modules=["q_proj", "down_proj"], lora_bias=True)
-    with pytest.raises(UsageError, match=r"model\.adapter: .*lora_bias.*native engine"):
+    with refuses(UsageError, "model.adapter", "lora_bias"):
         list(merged_weights(model))
-    with pytest.raises(UsageError, match=r"model\.name: .*lora_bias"):
+    with refuses(UsageError, "model.name", "lora_bias"):
         load_merged(folder)
     loaded = load(folder)  # on its base it is what was trained
     check_same(read_probe(model), read_probe(loaded), "the adapter")

@@ -34,6 +34,7 @@ from posttrain.models.forward.forward import (
 from posttrain.models.forward.packing import pack
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs, Sample, collate
+from refusing import refuses
 
 
 def reference_logprobs(
@@ -443,9 +444,9 @@ def test_forward_of_a_model_whose_caps_and_masks_show_after_training_is_padded(a
 
 def test_forward_of_a_model_that_reads_later_tokens_is_refused(tiny_random):
     """BERT's own language model without ``is_decoder`` attends to everything, what it is to predict included."""
-    with pytest.raises(UsageError, match=r"BertLMHeadModel reads the tokens that come after.*is_decoder: true"):
+    with refuses(UsageError, "is_decoder: true"):
         Forward(tiny_random("bert"))
-    with pytest.raises(UsageError, match=r"RobertaForCausalLM with this config.json ends in TypeError: "):
+    with refuses(UsageError, "config.json"):
         Forward(tiny_random("roberta", is_decoder=True))
     assert Forward(tiny_random("bert", is_decoder=True)).path == "padded"
 
@@ -453,6 +454,6 @@ def test_forward_of_a_model_that_reads_later_tokens_is_refused(tiny_random):
 def test_forward_of_an_id_beyond_the_embeddings_is_refused(tiny_random):
     """A tokenizer with more tokens than the model ended in a traceback; one whose last are never met is used."""
     forward = Forward(tiny_random("llama"))
-    with pytest.raises(UsageError, match=r"a row has the token id 300, and the embeddings have 300 rows"):
+    with refuses(UsageError, "embeddings have 300"):
         forward(collate([Sample([1, 2, 300], [False, True, True])]))
     assert forward(collate([Sample([1, 2, 299], [False, True, True])])).logprobs.shape == (1, 3)

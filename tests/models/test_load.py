@@ -22,6 +22,7 @@ from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
 from posttrain.store.checkpoint_files import seal
+from refusing import refuses
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 TEXTS = ["Eva starts with 19 shells. She finds 12 at the beach."] * 30
@@ -74,7 +75,7 @@ def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
     assert resolve_model_name(str(run)) == str(run / "checkpoints" / "step-000002")
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
-    with pytest.raises(UsageError, match="has no checkpoint yet"):
+    with refuses(UsageError, "has no checkpoint"):
         resolve_model_name(str(run))
 
 
@@ -144,41 +145,39 @@ def test_no_dropout_even_in_training_mode():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "there is no folder './nowhere'"),
-        ("someone/nothing", r"'someone/nothing': no such run or folder here, nor in the cache of the hub"),
+        ("./nowhere", "'./nowhere'"),
+        ("someone/nothing", "'someone/nothing'"),
     ],
 )
 def test_missing_models(name, message):
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         load_model(ModelSection(name=name, device="cpu"), seed=0)
 
 
 def test_folders_that_hold_no_causal_language_model(tmp_path, folder):
-    with pytest.raises(UsageError, match=r"without config\.json"):
+    with refuses(UsageError, "without config.json"):
         load_model(ModelSection(name=str(tmp_path), device="cpu"), seed=0)
     torn = Path(shutil.copytree(folder, tmp_path / "torn"))
     (torn / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(UsageError, match="cannot be loaded as a causal language model"):
+    with refuses(UsageError, "causal language model"):
         load_model(ModelSection(name=str(torn), device="cpu"), seed=0)
     (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(UsageError, match="cannot be loaded as a causal language model"):
+    with refuses(UsageError, "causal language model"):
         load_model(ModelSection(name=str(folder), device="cpu"), seed=0)
 
 
 def test_what_a_new_model_cannot_be():
-    with pytest.raises(UsageError, match=r"transformers has no 'qwem3'. Did you mean 'qwen3'\?"):
+    with refuses(UsageError, "'qwem3'", "'qwen3'"):
         load_model(init("qwem3"), seed=0, texts=iter(TEXTS))
-    with pytest.raises(UsageError, match=r"qwen3 has no key 'hiden_size'. Did you mean 'hidden_size'\?"):
+    with refuses(UsageError, "'hiden_size'", "'hidden_size'"):
         load_model(init(hiden_size=3), seed=0, texts=iter(TEXTS))
-    with pytest.raises(UsageError, match=r"model\.init\.config\.hidden_size: a whole number from 1 to"):
+    with refuses(UsageError, "model.init.config.hidden_size"):
         load_model(init(hidden_size="wide"), seed=0, texts=iter(TEXTS))
-    with pytest.raises(UsageError, match=r"'qwen3' cannot be built: .*rms_norm_eps"):
+    with refuses(UsageError, "'qwen3'", "rms_norm_eps"):
         load_model(init(rms_norm_eps="small"), seed=0, texts=iter(TEXTS))
-    with pytest.raises(
-        UsageError, match=r"this qwen3 takes [\d,]+ GiB, and the machine has [\d,]+; give smaller sizes"
-    ):
+    with refuses(UsageError, "this qwen3 takes"):
         load_model(init(hidden_size=1_000_000, intermediate_size=10_000_000), seed=0, texts=iter(TEXTS))
-    with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
+    with refuses(UsageError, "vocab_size"):
         load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))
 
 
@@ -187,7 +186,7 @@ def test_load_model_whose_weights_have_other_sizes_names_them(tiny_random, small
     small_tokenizer.save_pretrained(tmp_path)
     place = tmp_path / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"vocab_size": 310}))
-    with pytest.raises(UsageError, match=r"embed_tokens.weight is \[300, 64\], not \[310, 64\]"):
+    with refuses(UsageError, "embed_tokens.weight"):
         load_model(ModelSection(name=str(tmp_path)), seed=0)
 
 
@@ -277,16 +276,16 @@ def test_model_of_the_hub_is_loaded_from_its_cache(hub: Callable[..., str]) -> N
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_size": -1}, "hidden_size: a whole number"),
-        ({"num_attention_heads": 10**9}, "num_attention_heads: a whole number"),
-        ({"vocab_size": "many"}, "vocab_size: a whole number"),
-        ({"intermediate_size": 800_000}, "weights, and the files have"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"intermediate_size": 800_000}, "weights, and the"),
     ],
 )
 def test_sizes_of_a_model_of_the_hub_are_checked_before_it_is_made(
     hub: Callable[..., str], changes: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refuses(UsageError, named):
         load_model(ModelSection(name=hub("changed", TINY, **changes)), seed=0)
 
 
@@ -296,7 +295,7 @@ def test_files_of_a_model_of_the_hub_are_those_of_a_model(hub: Callable[..., str
     with (snapshot / "tokenizer_config.json").open("r+b") as file:
         file.truncate(300_000_000)
     for load in (lambda: load_model(ModelSection(name=name), seed=0), lambda: load_tokenizer(name)):
-        with pytest.raises(UsageError, match=r"tokenizer_config\.json: 300,000,000 bytes"):
+        with refuses(UsageError, "tokenizer_config.json: 300,000,000 bytes"):
             load()
 
 
@@ -308,5 +307,5 @@ def test_adapter_of_the_hub_is_loaded_as_a_folder_and_may_name_no_code(hub: Call
     assert has_adapter(loaded.model)
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"megatron_config": {"a": 1}}))
-    with pytest.raises(UsageError, match="could run code of its choice"):
+    with refuses(UsageError, "could run code"):
         load_model(ModelSection(name=hub("evil", folder)), seed=0)

@@ -18,6 +18,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
+from refusing import refuses
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 
@@ -173,12 +174,12 @@ def test_describe_reach_names_what_an_adapter_leaves_out(tiny_random):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_parameters": ["experts.gate_up_porj"]}, r"no matrix called 'experts.gate_up_porj'. Did you mean"),
-        ({"target_parameters": BOTH, "use_dora": True}, r"adapter: lora.ParamWrapper does not work with use_dora"),
+        ({"target_parameters": ["experts.gate_up_porj"]}, "'experts.gate_up_porj'"),
+        ({"target_parameters": BOTH, "use_dora": True}, "adapter"),
     ],
 )
 def test_apply_adapter_with_parameters_that_it_cannot_reach_is_refused(tiny_random, settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, message):
         apply_adapter(tiny_random("gpt_oss", **EXPERTS), AdapterSection(rank=2, **settings), seed=0)
 
 

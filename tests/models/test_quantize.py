@@ -25,6 +25,7 @@ from posttrain.types import Sample, collate
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 
 from posttrain.models.quantize import NF4Linear, dequantize
+from refusing import refuses
 
 ARCHITECTURES = ("qwen3", "gpt2")
 BITS = (8, 4)
@@ -272,9 +273,9 @@ def test_an_adapter_finds_its_base_in_the_bits_that_it_was_trained_on(
 def test_what_is_refused(folders, tmp_path, small_tokenizer, monkeypatch) -> None:
     folder = save(load(folders["qwen3"], load_bits=8), tmp_path / "int8", small_tokenizer)
     assert quantized_bits(load(folder, load_bits=8)) == 8
-    with pytest.raises(UsageError, match="is quantized to 8 bits already; leave load_bits out"):
+    with refuses(UsageError, "load_bits"):
         load(folder, load_bits=4)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
-    with pytest.raises(MissingExtra, match=r"pip install -e '.*\[quantize\]'"):
+    with refuses(MissingExtra, "pip install -e", "[quantize]'"):
         load(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from posttrain.data.stories.task import stories
 from posttrain.errors import UsageError
 from posttrain.models.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from refusing import refuses
 
 
 def train(vocab_size: int = 400) -> PreTrainedTokenizerFast:
@@ -60,5 +60,5 @@ def test_equal_texts_give_an_equal_tokenizer_and_it_comes_back_from_disk(tmp_pat
 
 
 def test_a_vocabulary_too_small_is_refused() -> None:
-    with pytest.raises(UsageError, match="265"):
+    with refuses(UsageError, "265"):
         train_tokenizer(iter(["a"]), 264)

@@ -19,6 +19,7 @@ from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import read_calls
 from posttrain.sampling.environments.tools import make_tool
 from posttrain.types import Call, Example, Message, Turn
+from refusing import refuses
 
 CHAT = build_template(Component(name="chat"))
 NATIVE = [
@@ -90,7 +91,7 @@ def test_conversation_that_ends_with_a_call_is_trained_as_the_template_writes_it
     assert trained.strip() in rendered(name, turn)
     assert "Oslo" in trained
     assert not row.heard
-    with pytest.raises(UsageError, match="ends with a call"):
+    with refuses(UsageError, "ends with a"):
         next(rows_of(tokenizer_of(name), build_template(Component(name="plain")), example, "demonstration"))
 
 

@@ -15,6 +15,7 @@ from posttrain.data.render.rows import TokenRow, TrainOn, rows_of
 from posttrain.errors import UsageError
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example
+from refusing import refuses
 from small_runs import make_recipe
 
 
@@ -119,7 +120,7 @@ def test_mask_of_all_trains_users_too_and_no_message_of_weight_0(tmp_path: Path,
     assert "12 + 30?" in text
     silent = read(tmp_path, {"messages": [user("Hi."), message("Bad.", weight=0), *FOUR_TURNS[2:]]})
     if name in OPENED:
-        with pytest.raises(UsageError, match=r"data\.train_on all with a message of weight 0.*rewrites"):
+        with refuses(UsageError, "data.train_on"):
             rows(name, silent, "all")
     else:
         (row,) = rows(name, silent, "all")
@@ -227,7 +228,7 @@ def test_tools_go_into_the_template_or_are_refused(tmp_path: Path, name: str) ->
     row = {"messages": FOUR_TURNS, "tools": [WEATHER]}
     example, tokenizer = read(tmp_path, row), tokenizer_of(name)
     if name in ("gemma3", "chatml"):
-        with pytest.raises(UsageError, match=r"example 'jsonl/all/1': .*does not read 'tools'.*ignore_keys: \[tools\]"):
+        with refuses(UsageError, "example 'jsonl/all/1'", "'tools'", "ignore_keys: [tools]"):
             rows(name, example)
         assert rows(name, read(tmp_path, row, ignore_keys=["tools"]))
         return
@@ -242,7 +243,7 @@ def test_tools_go_into_the_template_or_are_refused(tmp_path: Path, name: str) ->
         1 if name in ("qwen3", "qwen3-opens-thinking", "qwen3-coder", "qwen3.5") else 0
     )  # the system turn that tools bring
     assert len(ends) == plain.count(ends[0]) + more, "no text of a schema becomes the end of a turn"
-    with pytest.raises(UsageError, match="template plain does not show 'tools'"):
+    with refuses(UsageError, "'tools'"):
         rows(name, example, template="plain")
 
 
@@ -292,9 +293,9 @@ def test_tools_of_several_rounds_are_spelled_where_no_template_shows_them(tmp_pa
 
 def test_name_that_no_template_shows_is_refused(tmp_path: Path) -> None:
     example = read(tmp_path, {"messages": [{**user("Hi."), "name": "Eva"}, message("Hello!")]})
-    with pytest.raises(UsageError, match="does not show the name 'Eva' of a message"):
+    with refuses(UsageError, "'Eva'"):
         rows("chatml", example)
-    with pytest.raises(UsageError, match="does not show the name 'Eva'"):
+    with refuses(UsageError, "'Eva'"):
         rows("chatml", example, template="plain")
     row = {"messages": [{**user("Hi."), "name": "Eva"}, message("Hello!", weight=0), user("q"), message("a")]}
     (found,) = rows("chatml", read(tmp_path, row, ignore_keys=["name", "weight"]))
@@ -306,12 +307,12 @@ def test_variables_of_a_row_reach_the_template_or_are_refused(tmp_path: Path) ->
     found = rows("smollm3", read(tmp_path, row))
     assert "Reasoning Mode: /no_think" in tokenizer_of("smollm3").decode(found[0].ids)
     assert trained_texts("smollm3", found[0]) == ["Hello!<|im_end|>", "It is 42.<|im_end|>"]
-    with pytest.raises(UsageError, match=r"does not read 'enable_thinking'.*ignore_keys: \[chat_template_kwargs\]"):
+    with refuses(UsageError, "'enable_thinking'", "ignore_keys: [chat_template_kwargs]"):
         rows("chatml", read(tmp_path, row))
 
 
 def test_content_that_a_template_drops_next_to_a_call_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"example 'jsonl/all/1': .*does not show the assistant message exactly once"):
+    with refuses(UsageError, "example 'jsonl/all/1'"):
         rows("llama3", read(tmp_path, {"messages": TOOL_TURNS}))
 
 

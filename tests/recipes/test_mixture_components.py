@@ -9,6 +9,7 @@ import pytest
 from posttrain.errors import RecipeError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component, map_tasks, parts_of, task_components
+from refusing import refuses
 
 HEAD = "extends: tiny/grpo\n"
 
@@ -50,30 +51,27 @@ def test_every_option_of_every_part_is_in_the_resolved_recipe(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ("[{task: stries}]", r"mine\.yaml:2: task\.parts\.0\.task: there is no task.*Did you mean 'stories'"),
-        ("[{task: stories, weight: 0}]", r"mine\.yaml:2: task\.parts\.0\.weight: .*greater than 0; got 0"),
-        ("[{task: stories, weight: -1}]", r"task\.parts\.0\.weight: .*greater than 0; got -1"),
-        ("[{task: stories, weight: true}]", r"task\.parts\.0\.weight: .*true and false are none"),
-        ("[{task: stories, wieght: 1}]", r"task\.parts\.0\.wieght: a part has no key.*Did you mean 'weight'"),
-        ("[{weight: 1}]", r"task\.parts\.0\.task: a part needs this key"),
-        ("[3]", r"task\.parts\.0: "),
-        ("[]", r"task\.parts: give a list of parts"),
-        ("stories", r"task\.parts: give a list of parts"),
-        ("[{task: stories}, {task: stories}]", r"task\.parts\.1\.name: task\.parts\.0 is called 'stories', too"),
-        ("[{task: stories, name: a/b}]", r"task\.parts\.0\.name: .*made of letters.*got 'a/b'"),
-        ("[{task: {name: mixture, parts: []}}]", r"task\.parts\.0\.task: a part is no mixture itself"),
+        ("[{task: stries}]", "mine.yaml:2: task.parts.0.task"),
+        ("[{task: stories, weight: 0}]", "mine.yaml:2: task.parts.0.weight"),
+        ("[{task: stories, wieght: 1}]", "task.parts.0.wieght"),
+        ("[{weight: 1}]", "task.parts.0.task"),
+        ("[]", "task.parts"),
+        ("stories", "task.parts"),
+        ("[{task: stories}, {task: stories}]", "task.parts.1.name"),
+        ("[{task: stories, name: a/b}]", "task.parts.0.name"),
+        ("[{task: {name: mixture, parts: []}}]", "task.parts.0.task"),
     ],
 )
 def test_parts_that_are_none_are_reported_with_their_line(tmp_path: Path, parts: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, message):
         load(tmp_path, f"task: {{name: mixture, parts: {parts}}}")
 
 
 def test_lines_of_parts_below_one_another(tmp_path: Path) -> None:
     text = "task:\n  name: mixture\n  parts:\n    - task: stories\n    - task: stries\n      weight: 2\n"
-    with pytest.raises(RecipeError, match=r"mine\.yaml:6: task\.parts\.1\.task: there is no task named 'stries'"):
+    with refuses(RecipeError, "mine.yaml:6: task.parts.1.task", "'stries'"):
         load(tmp_path, text)
-    with pytest.raises(RecipeError, match=r"mine\.yaml:2: eval\.tasks\.0\.parts\.0\.task: there is no task"):
+    with refuses(RecipeError, "mine.yaml:2: eval.tasks.0.parts.0.task"):
         load(tmp_path, "eval: {tasks: [{name: mixture, parts: [{task: stries}]}]}")
-    with pytest.raises(RecipeError, match=r"task\.parts\.0\.task\.sied: task 'stories' has no key 'sied'"):
+    with refuses(RecipeError, "task.parts.0.task.sied", "'stories'", "'sied'"):
         load(tmp_path, "task: {name: mixture, parts: [{task: {name: stories, sied: 1}}]}").resolve()

@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.runs.launch import launch
+from refusing import refuses
 from small_runs import make_recipe
 
 RAY = {"processes": 2, "launcher": "ray"}
@@ -15,7 +16,7 @@ RAY = {"processes": 2, "launcher": "ray"}
 
 def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"scale\.launcher: ray needs the package 'ray'.*\[ray\]"):
+    with refuses(MissingExtra, "scale.launcher", "'ray'"):
         launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -23,13 +24,13 @@ def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_process_of_torchruns_places_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match=r"scale\.launcher: ray places all processes of a run itself"):
+    with refuses(UsageError, "scale.launcher"):
         launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
 
 
 def test_restarts_are_rays() -> None:
     assert make_recipe("sft", scale=RAY | {"restarts": 0}).scale.restarts == 0
-    with pytest.raises(UsageError, match="'restarts' is for 'launcher: ray'"):
+    with refuses(UsageError, "'restarts'"):
         make_recipe("sft", scale={"processes": 2, "restarts": 3})
-    with pytest.raises(UsageError, match=r"scale\.restarts"):
+    with refuses(UsageError, "scale.restarts"):
         make_recipe("sft", scale=RAY | {"restarts": -1})

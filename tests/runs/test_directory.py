@@ -12,6 +12,7 @@ import pytest
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, check_run_name, name_of_recipe, new_status
+from refusing import refuses
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -59,7 +60,7 @@ def test_a_recipe_stored_by_another_version_is_compared_with_its_defaults_or_as_
     directory.recipe_path.write_text(text + "retired: 5\n")
     assert directory.changed_keys(make_recipe()) == {"retired": (5, None)}
     directory.recipe_path.write_text("- no mapping\n")
-    with pytest.raises(DataError, match="not a mapping"):
+    with refuses(DataError, "not a mapping"):
         directory.changed_keys(make_recipe())
 
 
@@ -105,7 +106,7 @@ def test_names_of_runs() -> None:
         assert name_of_recipe(recipe_name) == name
         assert check_run_name(name) == name
     for name in ("", "..", "a/b", ".hidden", "-x", "a\n"):
-        with pytest.raises(UsageError, match="--run"):
+        with refuses(UsageError, "--run"):
             check_run_name(name)
 
 

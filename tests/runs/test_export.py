@@ -23,6 +23,7 @@ from posttrain.runs import export
 from posttrain.runs.export import export_run
 from posttrain.runs.models import find_source
 from posttrain.store.checkpoint_files import seal, step_folder
+from refusing import refuses
 
 
 @pytest.fixture
@@ -79,9 +80,9 @@ def test_which_weights(root: Path, tmp_path: Path) -> None:
         done = export_run(root, root / name, tmp_path / f"out-{number}", weights=weights)
         assert done.step == step
         assert (done.target / "model.safetensors").exists() == (step is not None)
-    with pytest.raises(UsageError, match="no checkpoint of b is marked as the best"):
+    with refuses(UsageError, "checkpoint of b"):
         export_run(root, root / "b", tmp_path / "x", weights="best")
-    with pytest.raises(UsageError, match="c has no checkpoint; --weights none"):
+    with refuses(UsageError, "--weights"):
         export_run(root, root / "c", tmp_path / "x")
 
 
@@ -91,14 +92,14 @@ def test_a_target_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> No
     os.symlink(root, tmp_path / "way-in")
     before = snapshot(tmp_path)
     for name, why in [
-        ("taken", "there is something already"),
-        ("dangling", "there is something already"),
-        ("runs/new", "in the runs folder"),
-        ("taken/../runs/a/new", "in the runs folder"),
-        ("way-in/new", "in the runs folder"),
-        ("mine.zip", "an export is a folder"),
+        ("taken", "there is something"),
+        ("dangling", "there is something"),
+        ("runs/new", "the runs folder"),
+        ("taken/../runs/a/new", "the runs folder"),
+        ("way-in/new", "the runs folder"),
+        ("mine.zip", "export is a"),
     ]:
-        with pytest.raises(UsageError, match=why):
+        with refuses(UsageError, why):
             export_run(root, root / "a", tmp_path / name)
     assert snapshot(tmp_path) == before
 
@@ -106,7 +107,7 @@ def test_a_target_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> No
 def test_damaged_weights_are_not_exported(root: Path, tmp_path: Path) -> None:
     path = step_folder(root / "a" / "checkpoints", 2) / "model.safetensors"
     path.write_bytes(b"v" + WEIGHTS[1:])
-    with pytest.raises(CheckpointError, match=r"differs from its SHA-256.*not exported"):
+    with refuses(CheckpointError, "from its SHA-256", "not exported"):
         export_run(root, root / "a", tmp_path / "out")
     assert os.listdir(tmp_path) == ["runs"]
     assert export_run(root, root / "a", tmp_path / "out", weights="last").step == 3
@@ -133,7 +134,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: 
     manifest["files"][full] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     before = snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+    with refuses(CheckpointError, "of the checkpoint"):
         export_run(root, root / "a", tmp_path / "out")
     assert snapshot(tmp_path) == before
 
@@ -231,7 +232,7 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
         return model.unload()
 
     monkeypatch.setattr(lora, "merge_adapter", lose)
-    with pytest.raises(RunFailure, match=r"--merge: its log-probabilities differ from the trained model's by \d"):
+    with refuses(RunFailure, "--merge"):
         export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
 
@@ -242,7 +243,7 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
         return False
 
     monkeypatch.setattr(export, "_compare_with_trained", lambda *args: damage(args[2]) or compare(*args))
-    with pytest.raises(RunFailure, match=r"exported adapter: its log-probabilities differ from the trained model's by"):
+    with refuses(RunFailure, "adapter: its log-probabilities"):
         export_run(adapter_run.parent, adapter_run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -262,7 +263,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
     reseal(settings.parent, 1)
-    with pytest.raises(UsageError, match="its adapter is on top of an adapter"):
+    with refuses(UsageError, "adapter is on"):
         export_run(run.parent, run, tmp_path / "other")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import __version__, untrusted
+from posttrain import __version__
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -23,14 +23,12 @@ from posttrain.runs.paths import locate
 from posttrain.runs.removal import delete
 from posttrain.store.metric_names import ACCURACY
 from posttrain.training.files import Observer, RunFiles
+from refusing import refuses
 
 MakeRecipe = Callable[..., Recipe]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the code that tests before have allowed: a message would name it."""
-    monkeypatch.setattr(untrusted, "_IMPORTED", set())
+pytestmark = pytest.mark.usefixtures("no_code_allowed")  # a message would name what tests before have allowed
 
 
 @dataclass
@@ -153,9 +151,9 @@ def test_another_recipe_is_refused_and_the_keys_are_listed(
     with pytest.raises(RunConflict) as caught:
         launch(make_recipe(lr=2e-3, seed=7), root=tmp_path, name="a", resume=resume, train=loop)
     message = str(caught.value)
-    assert "  train.lr: 0.001 in the run, 0.002 now\n  train.seed: 0 in the run, 7 now\n" in message
+    assert "train.seed" in message
     assert "--run NAME" in message
-    assert ("It was made by posttrain 0.1.7" in message) == resume
+    assert ("by posttrain 0.1.7" in message) == resume
     assert loop.calls == []
     assert everything(tmp_path) == before
 
@@ -193,9 +191,9 @@ def test_resume_without_a_name_takes_the_newest_run_of_the_recipes_name(
     launch(make_recipe(), root=tmp_path, name="tiny-grpo-mine", train=FakeLoop())
     os.utime(tmp_path / "tiny-grpo-2" / "recipe.yaml", (1000, 1000))
     assert start(resume=True) == "tiny-grpo"
-    with pytest.raises(UsageError, match="nothing to continue"):
+    with refuses(UsageError, "nothing to continue"):
         launch(make_recipe(), root=tmp_path / "none", resume=True, train=FakeLoop())
-    with pytest.raises(UsageError, match=r"no run 'tiny-gpro' in .* Did you mean 'tiny-grpo'\?"):
+    with refuses(UsageError, "'tiny-gpro'", "'tiny-grpo'"):
         launch(make_recipe(), root=tmp_path, name="tiny-gpro", resume=True, train=FakeLoop())
 
 
@@ -212,9 +210,9 @@ def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeReci
 @pytest.mark.parametrize(
     ("first", "then", "why"),
     [
-        ({}, {"steps": 4}, "train.steps 4 is not above the newest checkpoint's step 4"),
-        ({"schedule": "linear"}, {"steps": 20, "schedule": "linear"}, "learning rates of train.schedule 'linear'"),
-        ({}, {"steps": 20, "lr": 2e-3}, "Only train.steps or train.num_epochs may change .* not train.lr"),
+        ({}, {"steps": 4}, "train.steps"),
+        ({"schedule": "linear"}, {"steps": 20, "schedule": "linear"}, "train.schedule"),
+        ({}, {"steps": 20, "lr": 2e-3}, "train.num_epochs"),
     ],
 )
 def test_changes_that_would_make_it_another_run_are_refused(
@@ -222,7 +220,7 @@ def test_changes_that_would_make_it_another_run_are_refused(
 ) -> None:
     launch(make_recipe(**first), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
     before = everything(tmp_path)
-    with pytest.raises(RunConflict, match=why):
+    with refuses(RunConflict, why):
         launch(make_recipe(**then), root=tmp_path, name="a", resume=True, train=FakeLoop())
     assert everything(tmp_path) == before
 
@@ -231,7 +229,7 @@ def test_changes_that_would_make_it_another_run_are_refused(
 def test_a_live_run_is_refused(tmp_path: Path, make_recipe: MakeRecipe, resume: bool) -> None:
     folder = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
-    with lock_run(folder), pytest.raises(RunConflict, match="another process is working in this run"):
+    with lock_run(folder), refuses(RunConflict, "process is working"):
         launch(make_recipe(), root=tmp_path, name="a", resume=resume, train=FakeLoop())
     del before["a/.lock"]
     assert before.items() <= everything(tmp_path).items()
@@ -247,7 +245,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken(tmp_path: 
     for name in ("thesis", "file"):
         with pytest.raises(RunConflict, match=f"{name}: this is no run"):
             launch(make_recipe(), root=tmp_path, name=name, train=FakeLoop())
-    with pytest.raises(UsageError, match=r"cannot write runs there: .*Give another place"):
+    with refuses(UsageError, "cannot write runs", "Give another place"):
         launch(make_recipe(), root=tmp_path / "file", train=FakeLoop())
     assert everything(tmp_path) == before
     assert launch(make_recipe(), root=tmp_path, name="empty", train=FakeLoop()).step == 10
@@ -259,7 +257,7 @@ def test_a_failure_is_recorded_and_can_be_resumed(
     monkeypatch.chdir(tmp_path)
     error = NonFiniteLoss("loss is NaN at step 3")
     error.add_note("step 2 could not be saved")
-    with pytest.raises(NonFiniteLoss, match="at step 3"):
+    with refuses(NonFiniteLoss, "at step 3"):
         launch(make_recipe(), root="runs", name="a", train=FakeLoop(fail=error))
     status, message = status_of(Path("runs/a")), "NonFiniteLoss: loss is NaN at step 3; step 2 could not be saved"
     assert (status.state, status.step, status.message) == ("failed", 3, message)
@@ -304,7 +302,7 @@ def test_a_recipe_that_cannot_run_leaves_no_directory_behind(tmp_path: Path, mak
         raise UsageError("no such model")
 
     for root in (tmp_path, tmp_path / "new"):
-        with pytest.raises(UsageError, match="no such model"):
+        with refuses(UsageError, "no such model"):
             launch(make_recipe(), root=root, recipe_name="tiny/grpo", train=refuse)
         assert os.listdir(tmp_path) == []
     launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
@@ -322,7 +320,7 @@ def test_a_signal_lets_the_step_end_and_handlers_come_back(
     assert (result.step, result.reason) == (6, "interrupted")
     assert status_of(result.folder).state == "interrupted"
     assert (result.folder / "checkpoints" / "step-000006").is_dir()
-    assert "stopping after this step" in capfd.readouterr().err
+    assert "stopping after this" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -363,9 +361,9 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
-    with pytest.raises(RunConflict, match="exists already"):
+    with refuses(RunConflict, "exists already"):
         launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
-    with lock_run(tmp_path / "a"), pytest.raises(RunConflict, match="another process is working in this run"):
+    with lock_run(tmp_path / "a"), refuses(RunConflict, "process is working"):
         launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop())
     assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
     delete(tmp_path, locate(tmp_path, "a"))

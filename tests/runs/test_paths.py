@@ -24,6 +24,7 @@ from posttrain.runs.paths import (
     started_sweeps,
     trial_names,
 )
+from refusing import refuses
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_patterns_do_not_reach_into_sweeps(root: Path) -> None:
     assert [place.name for place in locate_all(root, ["*"])] == ["a", "b.2", "sweep-x"]
     assert [place.name for place in locate_all(root, ["a", "?", "a/"])] == ["a"]
     assert [place.name for place in locate_all(root, ["*/cells/g*"])] == ["sweep-x/cells/grpo-seed0"]
-    with pytest.raises(UsageError, match=r"nothing in .* fits 'z\*'. Runs there: a, b.2"):
+    with refuses(UsageError, "'z*'", "b.2"):
         locate_all(root, ["z*"])
 
 
@@ -73,7 +74,7 @@ def test_links_are_refused(root: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere" / "start").symlink_to(outside)
     with pytest.raises(UsageError, match=r"this is a link to another place|there is no run"):
         locate(root, name)
-    with pytest.raises(UsageError, match="this is a link to another place"):
+    with refuses(UsageError, "link to another"):
         locate(root, "linked-folder")
 
 

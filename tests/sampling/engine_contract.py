@@ -18,6 +18,7 @@ from closeness import allclose
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Engine, Sampling, turn_key
+from refusing import refuses
 from sampling.respondents import Scripted, wordy
 
 LIMIT = 12
@@ -189,10 +190,10 @@ class EngineContract:
         assert {c.finish for c in _flat(groups)} >= {"out_of_turns", "ended"}
 
     def test_what_cannot_be_sampled_is_refused(self, case: EngineCase) -> None:
-        with pytest.raises(UsageError, match="prompt 1 is empty"):
+        with refuses(UsageError, "1 is empty"):
             case.engine.generate([case.prompts[0], []], [[1], [2]], case.sampling)
         if case.is_model:
-            with pytest.raises(UsageError, match="prompt 0 has token id -1; ids are 0 or more"):
+            with refuses(UsageError, "token id -1"):
                 case.engine.generate([[-1]], [[1]], case.sampling)
         if case.context is not None:
             long = [case.prompts[0][0]] * case.context

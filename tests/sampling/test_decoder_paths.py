@@ -14,6 +14,7 @@ from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.probe import PROMPT_TOKENS, probe_lengths
 from posttrain.sampling.native.reference_path import ModulesDecoder
+from refusing import refuses
 from sampling.reference import ids_of, make_keys, make_prompts, worst_difference
 from sampling.respondents import Scripted, wordy
 
@@ -145,5 +146,5 @@ def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_t
     prompts, engine = make_prompts((5,)), NativeEngine(model)
     short = engine.generate(prompts, [[1]], Sampling(max_tokens=60))
     assert worst_difference(model, prompts, short) == approx(0.0, abs=OF_TINY_RANDOM)
-    with pytest.raises(EngineMismatch, match=r"Rows of this run may have 155 tokens .* rollout.max_tokens"):
+    with refuses(EngineMismatch, "rollout.max_tokens"):
         engine.generate(prompts, [[1]], Sampling(max_tokens=150))

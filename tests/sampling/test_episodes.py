@@ -34,6 +34,7 @@ from posttrain.sampling.native.engine import native
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.types import Call, Example, Message, Turn
 from posttrain.untrusted import declare_code
+from refusing import refuses
 
 TEMPLATES = ["r1_zero", "chat", "dialogue", "plain", "boxed"]
 CALL, ANSWER = " <tool>calculator: 20 + 22</tool>", " </think> <answer> 42 </answer>"
@@ -219,7 +220,7 @@ def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(tokenizer: A
 def test_openings_of_a_group_are_equal_or_refused(tokenizer: Any) -> None:
     declare_code("example_environments:Drawing")
     made = recipe(environment="example_environments:Drawing")
-    with pytest.raises(UsageError, match="reset returned different texts for the same row and seed"):
+    with refuses(UsageError, "reset returned different"):
         rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()], group=2)
 
 
@@ -234,7 +235,7 @@ def test_a_run_s_model_is_queried_with_its_environment_under_its_own_template() 
     assert played_by.grader.template is played_by.stage.template
     assert opened.on_stage(Component(name="plain")).stage is None
     made.environment = Component(name="unheard:Of")
-    with pytest.raises(UnallowedCode, match="'unheard:Of' is Python code that a stored recipe names"):
+    with refuses(UnallowedCode, "'unheard:Of'"):
         opened.on_stage(None)
 
 
@@ -243,7 +244,7 @@ def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: 
     stage = build_stage(recipe("dialogue", show_tools=True), plain, tokenizer)
     message = tokenizer.decode(encode_prompt(tokenizer, stage.template, example().messages))
     assert message.startswith("System: You can use tools. To call one, write <tool>name: arguments</tool>")
-    assert "- calculator: Computes a sum exactly. It takes: expression (string)." in message
+    assert "takes: expression (string)" in message
     assert message.endswith("\n\nHuman: What is 20 plus 22?\n\nAssistant:")
     other = AutoTokenizer.from_pretrained(TINY)
     other.chat_template = (

@@ -19,6 +19,7 @@ from posttrain.sampling.native import schedule
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.reference_path import ModulesDecoder, PlainRows
+from refusing import refuses
 from sampling.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 
 LEAN = ("qwen3", "qwen2", "llama")
@@ -279,14 +280,14 @@ def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([9, 300], Sampling(max_tokens=4), "token id 300 but the model's vocabulary has 300"),
+        ([9, 300], Sampling(max_tokens=4), "vocabulary has 300"),
         ([9], Sampling(max_tokens=0), "sampling.max_tokens is 0"),
         ([9], Sampling(max_tokens=4, top_k=0), "sampling.top_k is 0"),
         ([9], Sampling(max_tokens=4, top_p=0.0), "sampling.top_p is 0.0"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(tiny_random, prompt, sampling, message):
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         NativeEngine(tiny_random("qwen3")).generate([[9], prompt], [[1], [2]], sampling)
 
 

@@ -14,6 +14,7 @@ from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
 from posttrain.types import Completion, Example, Message
 from posttrain.untrusted import declare_code
+from refusing import refuses
 
 
 def template(name: str = "r1_zero", **options) -> Template:
@@ -111,7 +112,7 @@ def test_what_a_reward_is_given(tokenizer) -> None:
 
 def test_a_reward_that_raises_names_itself_and_the_example(tokenizer) -> None:
     grader = build_grader([RewardComponent(name="test_rollout:complains")], template())
-    with pytest.raises(RewardFailure, match=r"'test_rollout:complains', example 'sum/1': .*raised KeyError"):
+    with refuses(RewardFailure, "'test_rollout:complains', example 'sum/1'"):
         sample(tokenizer, script(tokenizer, RIGHT), grader, [example(1)])
 
 

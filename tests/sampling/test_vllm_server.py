@@ -23,6 +23,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection
 from posttrain.sampling.vllm.server import OwnServer, ServerCommand, served_names, server_command, weights_fingerprint
 from posttrain.store.checkpoint_files import seal
+from refusing import refuses
 
 
 def options_of(words: Any) -> dict[str, str | None]:
@@ -133,9 +134,9 @@ def test_server_command_of_an_adapter_serves_it_on_its_base(folder: Path, tiny_r
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_rslora": True}))
     assert "--enable-lora" in server_command(str(adapter)).words
     save_adapter(tiny_random("qwen3"), tmp_path / "other", adapter)
-    with pytest.raises(UsageError, match=r"is an adapter on an adapter .*--engine native"):
+    with refuses(UsageError, "--engine native"):
         server_command(str(tmp_path / "other"))
-    with pytest.raises(UsageError, match="whose weights follow training has the whole model"):
+    with refuses(UsageError, "weights follow training"):
         server_command(str(adapter), transfer="files")
 
 
@@ -143,7 +144,7 @@ def test_server_command_of_a_hub_name_keeps_it_and_a_missing_folder_is_refused()
     command = server_command("Qwen/Qwen3-0.6B")
     assert (command.name, command.words[2]) == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
     assert "--max-model-len" not in command.words
-    with pytest.raises(UsageError, match="there is no folder"):
+    with refuses(UsageError, "is no folder"):
         server_command("./nowhere")
 
 
@@ -215,9 +216,7 @@ def shell(text: str, tmp_path: Path) -> OwnServer:
 
 def test_own_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
     server = shell("echo no such model; printf '\\033[31mred\\n'; exit 3", tmp_path)
-    with pytest.raises(
-        RunFailure, match=r"ended before it was ready\. Its log .*vllm\.log ends:\n  no such model"
-    ) as output:
+    with refuses(RunFailure, "vllm.log") as output:
         server.wait()
     assert "\\x1b[31mred" in str(output.value), "what a log holds reaches no terminal raw"
     server.stop()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from posttrain.store.durable import remove_asides, remove_leftovers
+import pytest
+
+from posttrain.store.durable import remove_asides, remove_leftovers, sync_file
 
 NOBODY = 2**22 + 1  # above the highest number that Linux gives to a process
 
@@ -37,3 +39,14 @@ def test_a_folder_that_was_begun_for_the_same_place_goes(tmp_path: Path) -> None
         (path / "weights").write_text("x")
     remove_asides(tmp_path / "a[1]")
     assert os.listdir(tmp_path) == [living.name]
+
+
+def test_sync_file_waits_for_the_disk_with_the_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    synced: list[bool] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.path.samestat(os.fstat(descriptor), path.stat()))
+    )
+    sync_file(path)
+    assert synced == [True]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.store.locks import Held, hold, holder
+from refusing import refuses
 
 
 @pytest.fixture(params=[None, errno.ENOSYS])
@@ -77,7 +78,7 @@ def test_claim_of_another_machine_counts(tmp_path: Path, monkeypatch: pytest.Mon
     os.utime(claim, (time.time() - 60,) * 2)
     expected = f"a process of another machine; if it is gone, delete {claim}"
     assert holder(path) == expected
-    with pytest.raises(Held, match="of another machine"), hold(path, 0.1):
+    with refuses(Held, "of another machine"), hold(path, 0.1):
         pytest.fail("a claim that counts was taken")
     assert claim.read_text() == "1\nelsewhere\n"
 
@@ -87,7 +88,7 @@ def test_what_is_no_lock_file_has_no_holder_and_is_not_written_to(tmp_path: Path
     (tmp_path / "file").write_text("kept")
     os.symlink(tmp_path / "file", tmp_path / "link")
     assert [holder(tmp_path / name) for name in ("pipe", "link", "missing")] == [None, None, None]
-    with pytest.raises(OSError, match="link"), hold(tmp_path / "link"):
+    with refuses(OSError, "link"), hold(tmp_path / "link"):
         pytest.fail("held")
     os.link(tmp_path / "file", tmp_path / ".lock")
     with hold(tmp_path / ".lock"):
@@ -96,5 +97,5 @@ def test_what_is_no_lock_file_has_no_holder_and_is_not_written_to(tmp_path: Path
 
 def test_error_of_the_disk_is_not_taken_for_a_missing_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, errno.EIO)
-    with pytest.raises(OSError, match="error"), hold(tmp_path / ".lock"):
+    with refuses(OSError, "error"), hold(tmp_path / ".lock"):
         pytest.fail("held")

@@ -16,6 +16,7 @@ from posttrain import registry
 from posttrain.errors import MissingExtra, RecipeError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.store.metrics import MetricsRow, TrackedMetrics, TrackedRun, build_trackers
+from refusing import refuses
 
 ROWS = [
     MetricsRow(0, {"eval/stories/test/accuracy": 0.25}, {"evaluation_seconds": 1.5}),
@@ -224,7 +225,7 @@ def test_wandb_obeys_its_environment_where_the_recipe_is_silent(
     assert library.options["dir"] == str(tmp_path / "elsewhere")
     assert library.options["id"] == (tmp_path / "wandb" / "run-id.txt").read_text()
     monkeypatch.setenv("WANDB_MODE", "of\x1bline")
-    with pytest.raises(UsageError, match=r"WANDB_MODE is 'of.*; set it to offline, online, disabled, or unset it"):
+    with refuses(UsageError, "WANDB_MODE is 'of"):
         open_log(tmp_path, "wandb")
 
 

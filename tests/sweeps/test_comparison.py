@@ -269,6 +269,7 @@ def test_tables_say_what_was_measured(make_plan: MakePlan, monkeypatch: pytest.M
     assert "standard deviations over seeds: 3.07 (one comparison)" in lines
     data = json.loads(results.to_json())
     assert len(data["trials"]) == 10
+    assert [table["lines"] for table in data["tables"]] == [table.lines for table in results.tables]
     assert data["variants"]["updates a batch = 2"]["methods"]["grpo"]["accuracies"] == approx([5 / 6, 4 / 6, 5 / 6])
 
 
@@ -380,6 +381,14 @@ def test_preference_methods_learn_from_pairs_of_one_sampling_run(tmp_path: Path)
     )
     with pytest.raises(RunConflict, match="other settings"):
         make_comparison(other)
+
+
+@pytest.mark.parametrize(
+    ("gone", "instead"), [("all-preference", "preference-methods"), ("sweep/all-policy-gradient", "methods")]
+)
+def test_sweeps_at_one_rate_are_gone_and_name_what_took_their_place(gone: str, instead: str) -> None:
+    with pytest.raises(UsageError, match=f"posttrain sweep {instead}"):
+        names_comparison(gone, [], None)
 
 
 def test_which_files_are_comparisons() -> None:

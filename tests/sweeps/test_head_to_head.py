@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from closeness import approx
 from posttrain.errors import DataError
+from posttrain.evaluation.statistics import wilson_interval
 from posttrain.sweeps.head_to_head import (
     Estimate,
     PolicyComparison,
@@ -20,12 +20,18 @@ from posttrain.sweeps.head_to_head import (
     reward_gain,
     show_estimate,
 )
+from posttrain.sweeps.judges import JudgeAgreement, read_agreement
+from refusing import refuses
 
 WRITTEN: dict[str, Any] = {
     "results": {"characters_a": 100.0, "characters_b": 90}
     | {f"{name}{end}": 0.5 for name in ("win_rate", "kl_ab") for end in ("", "_low", "_high")},
     "others": {"p": {"win_rate": 0.6, "win_rate_low": 0.5, "win_rate_high": 0.7}},
 }
+
+
+KNOWS = JudgeAgreement(0, 0.65, 0.582, 0.713, 200)
+COIN = JudgeAgreement(0, 0.6, *wilson_interval(6, 10), 10)
 
 
 def answered(own: float | None, start: float) -> dict[str, Any]:
@@ -65,16 +71,57 @@ def test_over_seeds_gives_students_t_and_of_one_seed_its_own_interval() -> None:
 def test_findings_follow_from_the_intervals() -> None:
     better, unclear = (0.8, 0.7, 0.9), (0.55, 0.45, 0.65)
     weights = {"a-seed0": "cells/a-seed0"}
-    part = head_to_head_part([comparison("b", 0, unclear, better), comparison("a", 0, better, better)], weights)
-    assert part.findings[0].startswith("a: wins 80.0% [70.0, 90.0] by the judge: better than the start")
-    assert part.findings[0].endswith("among answers equally long that is not shown")
-    assert "not distinguishable from the start; it wins by the proxy alone" in part.findings[1]
-    assert part.findings[2].endswith("too high: cells/a-seed0")
+    policies = [comparison("b", 0, unclear, better), comparison("a", 0, better, better)]
+    part = head_to_head_part(policies, weights, [KNOWS])
+    assert part.findings[0] == "the judge agrees with held-out labels: 65.0% [58.2, 71.3], n = 200"
+    assert part.findings[1].startswith("a: wins 80.0% [70.0, 90.0] by the judge: better than the start")
+    assert part.findings[1].endswith("among answers equally long that is not shown")
+    assert "not distinguishable from the start; it wins by the proxy alone" in part.findings[2]
+    assert part.findings[3].endswith("too high: cells/a-seed0")
     assert [line[:3] for line in part.tables[0].lines] == [
         ["a", "1", "80.0% [70.0, 90.0]"],
         ["b", "1", "55.0% [45.0, 65.0]"],
     ]
     assert part.data["policies"]["a"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
+
+
+def test_head_to_head_part_of_a_judge_like_a_coin_gives_no_verdict() -> None:
+    """60 % of 10 pairs: Wilson's interval [31.3, 83.2] has one half in it."""
+    better = (0.8, 0.7, 0.9)
+    part = head_to_head_part([comparison("a", 0, better, better)], {"a-seed0": "cells/a-seed0"}, [COIN])
+    assert "no better than a coin" in part.findings[0]
+    assert "60.0% [31.3, 83.2], n = 10" in part.findings[0]
+    assert part.findings[1:] == ["a: wins 80.0% [70.0, 90.0] by the judge"]
+    assert (part.data["best"], part.data["judge_knows"]) == (None, False)
+    assert part.data["judges"][0]["n"] == 10
+
+
+def test_head_to_head_part_needs_the_agreement_of_the_judge_of_every_seed() -> None:
+    policies = [comparison("a", seed, (0.8, 0.7, 0.9)) for seed in (0, 1)]
+    places = {f"a-seed{seed}": f"cells/a-seed{seed}" for seed in (0, 1)}
+    assert "not measured (seed 1)" in head_to_head_part(policies, places, [KNOWS]).findings[0]
+    weak = head_to_head_part(policies, places, [KNOWS, replace(COIN, seed=1)])
+    assert "seed 0: 65.0%" in weak.findings[0]
+    assert weak.data["best"] is None
+    assert head_to_head_part(policies, places, [KNOWS, replace(KNOWS, seed=1)]).data["judge_knows"] is True
+
+
+def test_head_to_head_part_best_is_the_start_if_no_policy_wins_more_than_half() -> None:
+    policies = [comparison("a", 0, (0.417, 0.35, 0.48)), comparison("b", 0, (0.3, 0.2, 0.4))]
+    part = head_to_head_part(policies, {"start": "start/final", "a-seed0": "a", "b-seed0": "b"}, [KNOWS])
+    assert part.data["best"] == "start/final"
+    assert "worse than the start" in part.findings[1]
+    assert part.findings[-1].endswith("which is the best: start/final")
+
+
+def test_read_agreement_of_pairs_of_answers_and_of_nothing() -> None:
+    pairs = {"pair_accuracy": 0.65, "pair_accuracy_low": 0.582, "pair_accuracy_high": 0.713, "n": 200.0}
+    assert read_agreement(0, pairs) == KNOWS
+    named = {name.replace("pair", "answer"): value for name, value in pairs.items()}
+    judged = read_agreement(0, named | {"correct_share": 0.3})
+    assert judged is not None
+    assert (judged.chance, judged.excludes_chance) == (0.7, False)
+    assert read_agreement(0, {"loss": 0.3, "pair_accuracy": 0.6}) is None
 
 
 def read_written(folder: Path, results: Any, item: Any) -> PolicyComparison:
@@ -85,7 +132,7 @@ def read_written(folder: Path, results: Any, item: Any) -> PolicyComparison:
 
 def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) -> None:
     good = answered(3.0, 0.0)
-    with pytest.raises(DataError, match="its files are damaged"):
+    with refuses(DataError, "files are damaged"):
         read_comparison(tmp_path, "a", 0)
     whole = read_written(tmp_path, WRITTEN, good)
     assert whole.measures["reward_judge"][0] == 3.0
@@ -95,8 +142,8 @@ def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) ->
     changes: list[Any] = [b"{", b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]
     changes += [WRITTEN | {"results": WRITTEN["results"] | {"win_rate": value}} for value in (None, "x", [0.5])]
     for results in changes:
-        with pytest.raises(DataError, match="its files are damaged"):
+        with refuses(DataError, "files are damaged"):
             read_written(tmp_path, results, good)
     for item in (good | {"b": []}, good | {"a": [{"text": "x"}]}, [], b"[" * 100_000):
-        with pytest.raises(DataError, match="its files are damaged"):
+        with refuses(DataError, "files are damaged"):
             read_written(tmp_path, WRITTEN, item)

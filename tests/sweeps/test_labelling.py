@@ -15,6 +15,7 @@ from posttrain.evaluation.items import Item, write_items
 from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.sweeps.labelling import label_steps, write_labelled
 from posttrain.types import Example, Message
+from refusing import refuses
 
 GIVEN = ["2 + 3 = 5.", " 5 * 4 = 20."]
 
@@ -66,10 +67,10 @@ def test_rows_hold_the_steps_as_they_were_cut(task: Task, template, tmp_path: Pa
 def test_what_cannot_be_labelled_is_refused(task: Task, template, tmp_path: Path) -> None:
     other = Item("made/9", 0, "?", "1", {}, (make_sample("r", text="<think> 1. </think>"),))
     for one, error, message in (
-        (item(1, {"<think> 7. </think>": "r"}), RunFailure, "made/1 has no given working"),
-        (other, DataError, "the answers are to made/9, and the task has made/0"),
-        (item(0, {"<think>": "n"}), RunFailure, "none of the answers"),
+        (item(1, {"<think> 7. </think>": "r"}), RunFailure, "made/1 has no"),
+        (other, DataError, "task has made/0"),
+        (item(0, {"<think>": "n"}), RunFailure, "of the answers"),
     ):
         write_items([one], tmp_path / "items.jsonl")
-        with pytest.raises(error, match=message):
+        with refuses(error, message):
             write_labelled(tmp_path / "items.jsonl", task, 2, template, tmp_path / "out.jsonl")

@@ -118,7 +118,7 @@ def train_two_steps(architecture: str, folder: Path) -> Outcome:
         assert math.isfinite(row["loss"])
         assert row["grad_norm"] > 0
     load_model(ModelSection(name=str(folder / "grpo" / "checkpoints" / "step-000002"), device="cpu"), seed=0)
-    slower = [fact["message"] for fact in events.of("notice") if "sampling takes a slower path" in fact["message"]]
+    slower = [fact["message"] for fact in events.of("notice") if "takes a slower" in fact["message"]]
     paths = {"modules": "own modules", "own cache": "own cache", "no cache": "no cache"}
     found = next((name for mark, name in paths.items() if slower and mark in slower[0]), "fast")
     training = str(events.of("start")[0]["forward_path"])

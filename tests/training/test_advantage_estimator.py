@@ -15,6 +15,7 @@ from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, pay_at_the_end
 from posttrain.types import Batch, Sample, collate
+from refusing import refuses
 
 # Two answers to one prompt of two tokens: k1 is 0.5, −0.25 at the first one's tokens and 0.5 at the second's.
 SAMPLER = [[-1.0, -2.0], [-0.5]]
@@ -182,7 +183,7 @@ def test_the_weight_adapts_after_it_was_used() -> None:
 def test_a_controller_that_cannot_go_on_fails_by_name() -> None:
     batch = two_answers()
     batch.fields["sampler_logprobs"][0, 2] = math.nan
-    with pytest.raises(RunFailure, match=r"kl_in_reward: .*nan"):
+    with refuses(RunFailure, "kl_in_reward"):
         advantage_estimator("raw", {"weight": 0.5, "target": 0.4}).from_batch(batch, REWARDS, ENDED, ())
 
 
@@ -198,5 +199,5 @@ def test_pay_at_the_end_by_hand() -> None:
 
 @pytest.mark.parametrize("result", [None, 1.0, torch.zeros(2), (torch.zeros(1, 2), torch.zeros(1, 2)), ()])
 def test_an_advantage_of_another_shape_is_refused(result: Any) -> None:
-    with pytest.raises(UsageError, match=r"advantage: .*one number per completion"):
+    with refuses(UsageError, "advantage"):
         AdvantageEstimator(lambda rewards: result).from_groups(REWARDS)

@@ -23,6 +23,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.files import RunFiles
 from posttrain.training.sources.prefetch import HELD
 from posttrain.training.sources.rollouts import Drawn
+from refusing import refuses
 from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, shallow, steps_of, untimed, watched
 
 STEPS = 8
@@ -189,7 +190,7 @@ def test_a_server_samples_in_a_thread_with_the_same_versions_as_the_native_engin
 def test_asynchrony_failing_server_is_retried_once(tmp_path: Path, served: type[Remote]) -> None:
     """One that is waited for ends the run; one in flight comes again with the weights of then."""
     served.fails = 1
-    with pytest.raises(RunFailure, match="the server is gone"):
+    with refuses(RunFailure, "server is gone"):
         run(tmp_path / "first", served_recipe(1))
 
     def lose_a_batch(event: str, info: dict[str, Any]) -> None:

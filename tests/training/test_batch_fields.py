@@ -22,6 +22,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.step import accumulate, apply_update
 from posttrain.types import Batch, Completion, Loss, Outputs
 from posttrain.untrusted import declare_code
+from refusing import refuses
 from small_runs import BASE, one_layer_recipe, run, save_perturbed, shallow
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}
@@ -122,11 +123,11 @@ def test_needed_fields_follow_from_the_options(name: str, options: dict[str, flo
 
 def test_needed_fields_that_nothing_fills_are_refused() -> None:
     entry = registry.Entry("objective", "mine", lambda outputs, batch: None, {"needs": ("weather",)})
-    with pytest.raises(RecipeError, match=r"'mine' needs \['weather'\], which nothing fills; known: "):
+    with refuses(RecipeError, "'mine'", "'weather'"):
         needed_fields(entry, {}, True)
     supervised = registry.find("objective", "cross_entropy")
     assert needed_fields(supervised, {}, False) == frozenset()
-    with pytest.raises(RecipeError, match="give 'rollout', not 'data'"):
+    with refuses(RecipeError, "'rollout'", "'data'"):
         needed_fields(registry.find("objective", "reinforce"), {}, False)
 
 
@@ -220,26 +221,11 @@ def asks_for_too_much(batch: Batch, refernce: Scorer) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "traits", "error", "message"),
     [
-        (
-            no_components,
-            {},
-            UsageError,
-            r"batch field 'mine': .*mine: shape \(4, \d+\).*mine, with one number per row or per token",
-        ),
-        (raises, {}, RunFailure, r"batch field 'mine': the function raised ValueError: no weather today"),
-        (
-            asks_for_too_much,
-            {},
-            RecipeError,
-            r"asks for 'refernce'\. Did you mean 'reference'\? It may ask for batch, ",
-        ),
-        (
-            no_components,
-            {"needs": ("label",)},
-            RecipeError,
-            r"batch field 'mine' needs \['label'\].*Did you mean 'labels'\?",
-        ),
-        (no_components, {"fills": ("mine", "labels")}, RecipeError, r"fills 'labels', as something else does"),
+        (no_components, {}, UsageError, "batch field 'mine'"),
+        (raises, {}, RunFailure, "'mine'"),
+        (asks_for_too_much, {}, RecipeError, "'reference'"),
+        (no_components, {"needs": ("label",)}, RecipeError, "'labels'"),
+        (no_components, {"fills": ("mine", "labels")}, RecipeError, "'labels'"),
     ],
 )
 def test_batch_field_that_cannot_work_is_reported(
@@ -250,7 +236,7 @@ def test_batch_field_that_cannot_work_is_reported(
     )
     declare_code("test_batch_fields:reads_mine")
     recipe = one_layer_recipe("sft", objective="test_batch_fields:reads_mine")
-    with pytest.raises(error, match=message):
+    with refuses(error, message):
         prepare(recipe).source(1)
 
 
@@ -260,7 +246,7 @@ def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.Mo
     )
     declare_code("test_batch_fields:reads_mine")
     recipe = one_layer_recipe("sft", objective="test_batch_fields:reads_mine", teacher={"name": "tiny"})
-    with pytest.raises(RecipeError, match=r"'mine' is filled before each step, .*ask for 'batch' instead of 'seen'"):
+    with refuses(RecipeError, "'mine'", "'batch'", "'seen'"):
         prepare(recipe)
 
 
@@ -437,7 +423,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path: Path, tiny
     tiny_random("qwen3", vocab_size=len(small_tokenizer)).save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
     recipe = one_layer_recipe("grpo", objective={"name": "on_policy_distillation"}, teacher={"name": str(folder)})
-    with pytest.raises(UsageError, match=r"teacher\.name: '.*unrelated' has another vocabulary than the student"):
+    with refuses(UsageError, "teacher.name: '"):
         prepare(recipe)
 
 

@@ -21,6 +21,7 @@ from posttrain.sampling.native.sampler import draw
 from posttrain.store.metrics import MetricsLog
 from posttrain.training.distributed import check_devices
 from posttrain.types import with_float64
+from refusing import refuses
 from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors
 
 EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 6}
@@ -131,17 +132,17 @@ def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
 
 
 def test_an_apple_gpu_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match=r"mps was asked for, but this torch .*; use model.device auto or cpu"):
+    with refuses(UsageError, "model.device"):
         choose_device("mps")
 
 
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(RecipeError, match="mps has no fp64"):
+    with refuses(RecipeError, "has no fp64"):
         one_layer_recipe("sft", model={"device": "mps", "dtype": "float64"})
     with apple_gpu():
         check_devices("mps", 1)
-        with pytest.raises(UsageError, match=r"scale\.processes: 2, and a Mac's GPU"):
+        with refuses(UsageError, "scale.processes"):
             check_devices("mps", 2)
         section = one_layer_recipe("sft", model={"device": "mps", "load_bits": 4, "adapter": {"rank": 4}}).model
-        with pytest.raises(UsageError, match="mps cannot multiply quantized weights"):
+        with refuses(UsageError, "multiply quantized weights"):
             load_model(section, seed=0)

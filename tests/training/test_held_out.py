@@ -27,6 +27,7 @@ from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objec
 from posttrain.training.loop import train
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
+from refusing import refuses
 from small_runs import shallow
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
@@ -191,9 +192,9 @@ def test_a_run_records_it_and_keeps_the_best(tmp_path: Path) -> None:
 
 def test_a_reward_model_has_nothing_to_generate() -> None:
     plain = {"name": "stories", "split": "validation", "size": 8}
-    with pytest.raises(RecipeError, match=r"eval\.tasks: task 'stories' has no responses"):
+    with refuses(RecipeError, "eval.tasks", "'stories'"):
         prepare(recipe_of("bradley_terry", "pair", eval={"tasks": [plain]}))
-    with pytest.raises(RecipeError, match=r"eval\.num_kl_prompts: objective 'outcome' trains no policy"):
+    with refuses(RecipeError, "eval.num_kl_prompts", "'outcome'"):
         prepare(recipe_of("outcome", "judged", eval={"num_kl_prompts": 2}))
 
 
@@ -212,7 +213,7 @@ def test_what_was_dropped_is_counted() -> None:
     words = resolve_components(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
     chosen = choose_held_out(read, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
-    with pytest.raises(UsageError, match="no example to evaluate on"):
+    with refuses(UsageError, "example to evaluate"):
         choose_held_out(read, [Task("pairs", "test", [])], words)
 
 
@@ -229,8 +230,8 @@ def broken(outputs: Outputs, batch: Batch) -> Loss:
 @pytest.mark.parametrize(
     ("objective", "error", "message"),
     [
-        (silent, UsageError, "the objective reports none of pair_accuracy, answer_accuracy"),
-        (broken, NonFiniteLoss, "held-out stories/validation: loss nan"),
+        (silent, UsageError, "answer_accuracy"),
+        (broken, NonFiniteLoss, "held-out stories/validation: loss"),
     ],
 )
 def test_an_objective_that_gives_no_accuracy(objective: Any, error: type[Exception], message: str) -> None:
@@ -238,5 +239,5 @@ def test_an_objective_that_gives_no_accuracy(objective: Any, error: type[Excepti
     parts = prepare(recipe)
     (held_out,) = parts.evaluator.held_out.values()
     assert isinstance(held_out, HeldOut)
-    with pytest.raises(error, match=message):
+    with refuses(error, message):
         evaluate_objective(held_out, parts.evaluator.tasks[0], replace(parts.method, objective=objective), recipe.train)

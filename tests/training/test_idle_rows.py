@@ -21,6 +21,7 @@ from posttrain.training.build import prepare
 from posttrain.training.idle_rows import IdleRows, choose_idle_rows, find_idle_rows, split_idle_rows
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
+from refusing import refuses
 from small_runs import one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed
 
 PLAIN = [Case(case.objective, case.own_options, case.shared) for case in CASES]  # without regularizers
@@ -256,7 +257,7 @@ def test_objective_that_does_not_vanish_as_it_says_is_refused(models, objective:
     batch = collated(case.rows(), 1)
     with torch.no_grad():
         batch.fields["old_logprobs"] = forward(batch, "none").logprobs.double()
-    with pytest.raises(UsageError, match="mine:objective") as caught:
+    with refuses(UsageError, "mine:objective") as caught:
         accumulate(method, batch, TrainSection(), idle_rows="measure")
     assert "advantages" in str(caught.value)
     assert "train.skip_zero_rows: false" in str(caught.value)
@@ -400,7 +401,7 @@ def test_run_trains_on_every_row_where_leaving_out_is_not_known_to_change_nothin
 
 def test_run_refuses_an_objective_whose_registration_lies(tmp_path: Path) -> None:
     recipe = one_layer_recipe("grpo", **UNIFORM, objective="small_runs:says_that_it_vanishes", train={"steps": 3})
-    with pytest.raises(UsageError, match="says_that_it_vanishes"):
+    with refuses(UsageError, "says_that_it_vanishes"):
         run(tmp_path, recipe)
     assert steps_of(tmp_path) == []
 

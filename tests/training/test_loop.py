@@ -22,6 +22,7 @@ from posttrain.evaluation.generation import Evaluation, Questions, evaluate, hel
 from posttrain.store.metrics import MetricsLog
 from posttrain.training import held_out, loop
 from posttrain.training.build import prepare
+from refusing import refuses
 from small_runs import (
     Events,
     one_layer_recipe,
@@ -129,7 +130,7 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
     run(tmp_path / "second", recipe, stop_after=1)
     best.unlink()
     best.symlink_to("step-000002")
-    with pytest.raises(UsageError, match="stood for step-000001 when this run began, and stands for step-000002 now"):
+    with refuses(UsageError, "stands for step-000002"):
         run(tmp_path / "second", recipe, resume=True)
     best.unlink()
     best.symlink_to("step-000001")
@@ -260,7 +261,7 @@ def test_a_reward_that_is_not_finite_ends_the_run_and_loses_nothing(
     before = saved_tensors(tmp_path, 1)
     small_runs = importlib.import_module("small_runs")
     monkeypatch.setattr(small_runs, "vowel_share", small_runs.never_finite)
-    with pytest.raises(RewardFailure, match=r"reward 'small_runs:vowel_share', example 'stories/train/.*returned nan"):
+    with refuses(RewardFailure, "'small_runs:vowel_share'"):
         run(tmp_path, recipe, resume=True)
     assert same_bits(saved_tensors(tmp_path, 1), before)
     assert [step for step, _ in untimed(tmp_path)] == [1]
@@ -280,7 +281,7 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)
-    with pytest.raises(NonFiniteLoss, match=r"update 1: loss nan.*not changed.*The batch is saved in") as caught:
+    with refuses(NonFiniteLoss, "update 1: loss", "not changed", "batch is saved") as caught:
         run(tmp_path, one_layer_recipe("grpo", objective={"name": "small_runs:no_value"}))
     path = tmp_path / "nonfinite-step-000001.safetensors"
     assert str(path) in str(caught.value)
@@ -295,9 +296,7 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
 
 
 def test_an_objective_that_sums_by_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"values of shape \(\) for a batch of shape \(\d+, \d+\).*one value per token"
-    ):
+    with refuses(UsageError, "values of shape", "value per token"):
         run(tmp_path, one_layer_recipe("sft", objective={"name": "small_runs:already_summed"}))
 
 
@@ -357,12 +356,12 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype: \d+ trained weights would be bf16.*model\.adapter"),
-        ({"task": {"split": "validation"}, "eval": {"every": 1}}, r"task\.split: training on 'valid"),
-        ({"objective": {"name": "grpo"}}, "objective 'grpo' needs .*old_logprobs.*; give 'rollout', not 'data'"),
-        ({"aggregate": {"name": "unit_mean"}}, "'unit_mean' weighs units, but objective 'cross_entropy'"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"task": {"split": "validation"}, "eval": {"every": 1}}, "task.split"),
+        ({"objective": {"name": "grpo"}}, "objective 'grpo' needs"),
+        ({"aggregate": {"name": "unit_mean"}}, "'cross_entropy'"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         prepare(one_layer_recipe("sft", **changes))

@@ -235,7 +235,11 @@ def test_recomputed_activations_are_those_of_one_layer(folders: dict[str, str]) 
 def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
     recipe = recipe_of("grpo", folders["qwen3"])
     sampled = (
-        {"model.name": folders["qwen3"]} | COMMON | SAMPLED | {"rollout.num_prompts": "1", "train.num_minibatches": "1"}
+        {"model.name": folders["qwen3"]}
+        | COMMON
+        | SAMPLED
+        | {"rollout.num_prompts": "1", "train.num_minibatches": "1"}
+        | {"task.min_steps": "1"}
     )
     ppo = load_recipe("rl/ppo", list(sampled.items())).resolve()
     message, without = estimate_memory(ppo), estimate_memory(recipe)

@@ -12,6 +12,7 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.forward import forward
 from posttrain.sampling.native import schedule
 from posttrain.store.metrics import MetricsLog
+from refusing import refuses
 from small_runs import one_layer_recipe, run
 
 
@@ -44,9 +45,7 @@ def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
 ) -> None:
     scored = forward.score_logits
     monkeypatch.setattr(forward, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
-    with pytest.raises(
-        EngineMismatch, match=r"the trainer's forward pass \(packed\) differs from the model's own by 0\."
-    ):
+    with refuses(EngineMismatch, "trainer's forward pass"):
         run(tmp_path, one_layer_recipe("grpo"))
 
 

@@ -11,6 +11,7 @@ from closeness import approx
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.training.build import prepare
+from refusing import refuses
 from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
@@ -61,13 +62,13 @@ def test_prompts_by_part_in_rollouts_that_replace_groups_and_resume(tmp_path: Pa
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"curriculum: this key was removed\. Use the weights of a mixture's parts"):
+    with refuses(RecipeError, "curriculum"):
         one_layer_recipe("sft", curriculum="stages")
     same = mixed({"one": 1, "two": 1}, split="validation")
-    with pytest.raises(RecipeError, match=r"task\.split: training on 'validation' leaves nothing of task 'stories'"):
+    with refuses(RecipeError, "task.split", "'validation'", "'stories'"):
         prepare(one_layer_recipe("sft", task=same, eval={"every": 1}), tmp_path)
     short = one_layer_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_length": 60})
-    with pytest.raises(UsageError, match=r"task\.parts: not one example of part 'five' can be used here"):
+    with refuses(UsageError, "task.parts", "'five'"):
         prepare(short.model_copy(update={"task": _long(short)}), tmp_path)
 
 

@@ -11,7 +11,8 @@ from posttrain.errors import RecipeError
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.training.sources import num_batches
 from posttrain.training.step import learning_rate
-from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
+from refusing import refuses
+from small_runs import Events, one_layer_recipe, steps_of, watched
 
 
 @pytest.mark.parametrize(
@@ -45,16 +46,6 @@ def test_epochs_over_rows_are_that_many_steps_with_their_rates(tmp_path: Path) -
     assert [row["lr"] for row in steps_of(tmp_path / "epochs")] == rates
 
 
-def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
-    recipe = epochs_over(2, save_every=2)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    steps = run(whole, recipe).step
-    assert run(cut, recipe, stop_after=2).reason == "interrupted"
-    assert run(cut, recipe, resume=True).reason == "finished"
-    assert same_bits(saved_tensors(whole, steps), saved_tensors(cut, steps))
-    assert untimed(whole) == untimed(cut)
-
-
 def test_epochs_over_prompts_count_every_update(tmp_path: Path) -> None:
     recipe, events = epochs_over(1, "grpo", ppo_epochs=2), Events()
     assert recipe.rollout is not None
@@ -65,9 +56,9 @@ def test_epochs_over_prompts_count_every_update(tmp_path: Path) -> None:
 
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train: 'steps' and 'num_epochs' both say how long .* give exactly one"):
+    with refuses(RecipeError, "train", "'steps'", "'num_epochs'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "num_epochs": 1}})
-    with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'num_epochs'"):
+    with refuses(RecipeError, "'steps'", "'num_epochs'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
-    with pytest.raises(RecipeError, match=r"command line: train.num_epochs: it and train.steps both say how long"):
+    with refuses(RecipeError, "command line: train.num_epochs", "train.steps"):
         load_recipe("tiny/sft", [("train.num_epochs", "1"), ("train.steps", "3")])

@@ -21,6 +21,7 @@ from posttrain.training import held_out
 from posttrain.training.build import prepare
 from posttrain.training.sources.rollouts import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
+from refusing import refuses
 from small_runs import Events, one_layer_recipe, shallow, watched
 
 RESPONSE = "There are many apples in the box."
@@ -104,7 +105,7 @@ def test_imitation_without_gold_is_measured_by_its_loss_and_keeps_the_lowest(pai
 def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "accuracy", [0.5])
     recipe = one_layer_recipe("sft", eval={"every": 1, "num_examples": 1, "best": "acuracy"})
-    with pytest.raises(UsageError, match=r"eval\.best: .* 'acuracy'\. Did you mean 'accuracy'\? There are: accuracy"):
+    with refuses(UsageError, "eval.best", "'acuracy'", "'accuracy'"):
         watched(tmp_path, recipe, Events())
     assert MetricsLog(tmp_path / "metrics.jsonl").read() == []
 

@@ -16,6 +16,7 @@ from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 from posttrain.training import loop
+from refusing import refuses
 from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
@@ -91,9 +92,9 @@ def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
 
 def test_an_adapter_is_needed(tmp_path: Path) -> None:
     recipe = make_recipe("sft", model={"load_bits": 4})
-    with pytest.raises(RecipeError, match=r"weights in 4 bits cannot be trained; .* model\.adapter\.rank"):
+    with refuses(RecipeError, "model.adapter.rank"):
         run(tmp_path, recipe)
-    with pytest.raises(RecipeError, match="'load_bits' quantizes what is loaded"):
+    with refuses(RecipeError, "'load_bits'"):
         make_recipe("sft", model={"load_bits": 4, "init": {"architecture": "gpt2"}})
 
 

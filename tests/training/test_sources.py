@@ -26,6 +26,7 @@ from posttrain.data.render.rows import Shape
 from posttrain.errors import RecipeError, UsageError
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 from small_runs import make_recipe
 
 # --- supervised ---
@@ -93,7 +94,7 @@ def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> 
     prompts = sorted(len(encode_prompt(tokenizer, template, e.messages)) for e in task.examples)
     limited = supervised(tokenizer, template, task, prompt={"max_prompt_tokens": prompts[-2]})
     assert limited.dropped == {"blank": 2, f"prompt longer than {prompts[-2]} tokens": 1}
-    with pytest.raises(UsageError, match=r"task 'sums': no row is left.*9 × longer than data\.max_length=2"):
+    with refuses(UsageError, "'sums'", "data.max_length"):
         supervised(tokenizer, template, task, data={"max_length": 2})
 
 
@@ -229,17 +230,13 @@ def test_labels_follow_pairs_labels_or_the_threshold(tokenizer, template, scores
 @pytest.mark.parametrize(
     ("scores", "label_above", "message"),
     [
-        (
-            [(7,), (1,)],
-            None,
-            r"data\.label_above: the scores of task 'rated' are from 1 to 7 \(the first: 7 in rated/0",
-        ),
-        ([(7,), (9,)], 10, "all 2 answers are undesirable with data.label_above 10.*from 7 to 9"),
-        ([(1,), (1,)], None, "all 2 answers are desirable, and nothing can be learnt from one label"),
+        ([(7,), (1,)], None, "data.label_above"),
+        ([(7,), (9,)], 10, "data.label_above"),
+        ([(1,), (1,)], None, "answers are desirable"),
     ],
 )
 def test_ratings_without_threshold_and_one_label_are_refused(tokenizer, template, scores, label_above, message) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, message):
         given(tokenizer, template, rated(*scores), "judged", data={"label_above": label_above})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 
 from closeness import OF_EMBEDDED, allclose, approx
@@ -17,6 +16,7 @@ from posttrain.training.sources.stored import read_drawn, write_drawn
 from posttrain.training.step import accumulate
 from posttrain.types import Rollout
 from posttrain.untrusted import declare_code
+from refusing import refuses
 from small_runs import one_layer_recipe, recorded, run, steps_of
 
 TEXTS = [
@@ -172,7 +172,7 @@ def test_an_environment_that_never_works_stops_the_run_with_its_reason() -> None
     recipe = game_recipe(
         "test_turns:Unsure", rollout={"retries": 0, "engine": {"name": "choosing_engine:choosing", "texts": TEXTS[:3]}}
     )
-    with pytest.raises(RunFailure, match=r"environment: it failed in every completion.*retries: 0\).*no \d today"):
+    with refuses(RunFailure, "environment", "retries: 0)"):
         prepare(recipe).source(1)
 
 

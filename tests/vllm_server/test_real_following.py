@@ -18,6 +18,7 @@ from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm import following
 from posttrain.sampling.vllm.engine import vllm
 from posttrain.sampling.vllm.following import TOLERANCE, TrainingVllmEngine, largest_difference
+from refusing import refuses
 
 pytestmark = pytest.mark.vllm
 NUM_UPDATES = 40
@@ -114,6 +115,6 @@ def test_a_transfer_with_a_fault_is_refused(engine: TrainingVllmEngine, fault: A
     with pytest.MonkeyPatch.context() as patch:
         fault(engine, patch)
         update(engine.model, version)
-        with pytest.raises(EngineMismatch, match=r"log-probabilities of a fixed batch differ by"):
+        with refuses(EngineMismatch, "log-probabilities of a"):
             engine.sync(version)
     engine.sync(version)

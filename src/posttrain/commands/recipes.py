@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from posttrain.errors import UsageError
@@ -26,6 +30,7 @@ FOLDERS = {
 }
 # Folders whose recipes are made for a CPU, although their models have names that tell a size.
 CPU_FOLDERS = ("smollm2",)
+PLANNED_GIB = 80  # of the GPU that the plans are for
 COLUMNS = ("recipe", "task", "model", "size", "hardware", "what it does")
 
 
@@ -50,7 +55,8 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         print_rows(console, table, lines, crop=False)
         console.print()
     console.print(
-        "GB are those of weights, gradients and optimizer state; train NAME --dry-run --memory estimates all."
+        f"GiB: the most that the recipe holds, planned for a GPU of {PLANNED_GIB} GiB: "
+        f"train NAME --dry-run --memory --gpu-memory {PLANNED_GIB}"
     )
     console.print("read one: posttrain recipes show NAME")
     return 0
@@ -72,28 +78,61 @@ def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
     return [(title, rows) for title, rows in groups.items() if rows]
 
 
+@cache
+def planned_gib() -> dict[str, float]:
+    """Return the memory by recipe, for those that need a GPU: the most that a run holds at a time, in GiB.
+
+    The file is written by ``make docs`` from ``training/memory.py``, which takes seconds and torch.
+    """
+    text = files("posttrain").joinpath("recipes", "memory.json").read_text(encoding="utf-8")
+    return {name: float(gib) for name, gib in json.loads(text).items()}
+
+
+def needs_gpu(name: str) -> bool:
+    """Return whether a training recipe is for a GPU: it names a model of another size than the embedded one."""
+    return _billions(load_recipe(name).model.name) is not None and name.partition("/")[0] not in CPU_FOLDERS
+
+
 def _training_row(name: str, recipe: Recipe) -> dict[str, str]:
-    model, size = recipe.model, _billions(recipe.model.name)
-    each = model.load_bits / 8 if model.load_bits else 2 if model.dtype == "bf16" else 4
-    num_bytes = each if model.adapter else each + 12  # fp32 gradients, and two numbers of AdamW
-    return _row(name, recipe.task.name, model.name, size, num_bytes * (size or 0), recipe.description)
+    return _row(name, recipe.task.name, recipe.model.name, [name], recipe.description)
 
 
 def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
     """Return the row of a sweep, by the recipe that it starts from, or of a recipe of ``posttrain sae``."""
     source = content.get("start") or content.get("base") or {}
     begins = source if isinstance(source, str) else source.get("recipe")
-    below = _training_row(name, load_recipe(begins)) if begins else {}
+    below = {}
+    if begins:
+        below = _training_row(begins, load_recipe(begins))
     activations = content.get("activations", {})
     task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
     named = source.get("name") if isinstance(source, Mapping) else None
     model = activations.get("model", {}).get("name") or named or below.get("model", "")
-    row = _row(name, task, model, _billions(model), 0.0, content.get("description", ""))
-    return row | {"hardware": below.get("hardware", row["hardware"])}
+    return _row(name, task, model, list(_texts(content)), content.get("description", ""))
 
 
-def _row(name: str, task: str, model: str, size: float | None, gigabytes: float, description: str) -> dict[str, str]:
-    hardware = _hardware(name, size, gigabytes)
+def _texts(content: object) -> Iterator[str]:
+    """Yield every text of a document; recipes that a sweep trains are among them."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping):
+        for part in content.values():
+            yield from _texts(part)
+    elif isinstance(content, list):
+        for part in content:
+            yield from _texts(part)
+
+
+def _row(name: str, task: str, model: str, trains: Sequence[str], description: str) -> dict[str, str]:
+    """Return a row; ``trains``: the recipes, among other texts, whose memory counts."""
+    size = _billions(model)
+    hardware = "CPU"
+    if size is not None and name.partition("/")[0] not in CPU_FOLDERS:
+        plan = planned_gib()
+        gib = max((plan[each] for each in trains if each in plan), default=None)
+        hardware = "GPU"
+        if gib is not None:
+            hardware = f"GPU, {math.ceil(gib)} GiB"
     columns = (name, task, model.rpartition("/")[2], _written(size), hardware, first_sentence(description))
     return dict(zip(COLUMNS, columns, strict=True))
 
@@ -104,12 +143,6 @@ def _written(size: float | None) -> str:
     if size < 0.5:
         return f"{1000 * size:.0f}M"
     return f"{size:g}B"
-
-
-def _hardware(name: str, size: float | None, gigabytes: float) -> str:
-    if size is None or name.partition("/")[0] in CPU_FOLDERS:
-        return "CPU"
-    return f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
 
 
 def _billions(model: str) -> float | None:

@@ -27,6 +27,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     check_run_name(arguments.run or "run")
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
+    if arguments.gpu_memory is not None and not arguments.memory:
+        raise UsageError("--gpu-memory is for --memory, which prints a plan; add --dry-run --memory")
     if arguments.dry_run:
         if arguments.resume or arguments.accept_changes:
             raise UsageError("--dry-run continues no run; leave out --resume and --accept-changes")
@@ -38,7 +40,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         for line in inert_lines(recipe):
             _note(line)
         if arguments.memory:
-            _print_memory(recipe)
+            _print_memory(recipe, arguments.gpu_memory)
         return 0
     how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
     return train_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
@@ -154,16 +156,28 @@ def _note(text: str) -> None:
     print(harmless(f"note: {text}"), file=sys.stderr)
 
 
-def _print_memory(recipe: Recipe) -> None:
-    """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
+def _print_memory(recipe: Recipe, gpu_gib: int | None) -> None:
+    """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run.
+
+    ``gpu_gib``: GiB of the GPU to plan for; None for what trains on this machine.
+    """
     from posttrain.terminal.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
 
-    estimate = estimate_memory(recipe)
+    gpu_bytes = None
+    where = ""
+    if gpu_gib is not None:
+        gpu_bytes = gpu_gib * 2**30
+        where = f" with a GPU of {gpu_gib} GiB"
+    estimate = estimate_memory(recipe, gpu_bytes)
     if isinstance(estimate, str):
         print(harmless(f"memory: no estimate: {estimate}"), file=sys.stderr)
         return
-    print("memory of one process, an estimate (docs/how-to/fit-in-memory.md says what is counted):", file=sys.stderr)
+    who = "one process"
+    if recipe.scale.processes > 1:
+        who = f"each of {recipe.scale.processes} processes"
+    about = "an estimate (docs/how-to/fit-in-memory.md says what is counted)"
+    print(f"memory of {who}{where}, {about}:", file=sys.stderr)
     for name, num_bytes in estimate.rows():
         if num_bytes:
             print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)

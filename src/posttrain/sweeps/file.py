@@ -193,6 +193,10 @@ def training_recipe_names() -> list[str]:
     return [name for name in recipe_names() if name not in others]
 
 
+# Sweeps of earlier versions, and the comparisons that took their place.
+GONE_SWEEPS = {"all-policy-gradient": "methods", "all-preference": "preference-methods"}
+
+
 def read_sweep(
     name_or_path: str, overrides: Overrides, over: tuple[str, Sequence[str]] | None
 ) -> tuple[SweepFile, Document[SweepFile]]:
@@ -209,6 +213,10 @@ def read_sweep(
     """
     if f"{SHELF}{name_or_path}" in shipped_sweeps() and not Path(name_or_path).is_file():
         name_or_path = f"{SHELF}{name_or_path}"
+    instead = GONE_SWEEPS.get(name_or_path.removeprefix(SHELF))
+    if instead is not None and not Path(name_or_path).is_file():
+        why = "this sweep is gone, because it had one learning rate for all methods"
+        raise UsageError(f"{name_or_path}: {why}. Run: posttrain sweep {instead}")
     document = Document.load(SweepFile, name_or_path, shelf=SHELF)
     if "rows" not in document.content and document.content.keys() & {"objective", "extends"}:
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")

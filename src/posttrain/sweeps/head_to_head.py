@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from posttrain.evaluation.files import ITEMS, RESULTS
 from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
+from posttrain.sweeps.judges import JudgeAgreement, describe_judges
 from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart
 
 MAX_ITEMS_BYTES = 1 << 30
@@ -155,11 +156,21 @@ def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
     return f"{mean}{unit} [{low}, {high}]"
 
 
-def head_to_head_part(comparisons: Sequence[PolicyComparison], weights: Mapping[str, str]) -> SweepPart:
-    """The part of a sweep's report about policies against the start. ``weights``: by ``ROW-seedN``.
+def head_to_head_part(
+    comparisons: Sequence[PolicyComparison],
+    weights: Mapping[str, str],
+    agreements: Sequence[JudgeAgreement] = (),
+) -> SweepPart:
+    """The part of a sweep's report about policies against the start.
 
-    Rows are in order of their win rates under the judge.
+    Rows are in order of their win rates under the judge. A row has a verdict, and a model is the best, only if the
+    held-out agreement of the judge of every seed excludes chance.
+
+    Args:
+        weights: of each policy, by ``ROW-seedN``, and of the ``start``.
+        agreements: of the judges of the seeds, as far as they were measured.
     """
+    knows, about_judge = describe_judges(sorted({c.seed for c in comparisons}), agreements)
     rows: dict[str, dict[str, Estimate]] = {}
     for row in dict.fromkeys(comparison.row for comparison in comparisons):
         rows[row] = {}
@@ -170,21 +181,40 @@ def head_to_head_part(comparisons: Sequence[PolicyComparison], weights: Mapping[
                 rows[row][name] = estimate
     rows = dict(sorted(rows.items(), key=lambda item: -item[1]["win_rate"][0]))
     lines = []
-    findings = []
-    data = {}
+    findings = [about_judge]
+    policies = {}
     for row, measures in rows.items():
         own_seeds = {str(c.seed): c.measures for c in comparisons if c.row == row}
         shown = [show_estimate(measures.get(name), is_share=share) for name, (_, share) in MEASURES.items()]
         lines.append([row, str(len(own_seeds)), *shown])
-        findings.append(f"{row}: wins {shown[0]} by the judge: {_verdict(measures)}")
-        data[row] = {**_plain(measures), "seeds": {seed: _plain(own) for seed, own in own_seeds.items()}}
-    first = [c for c in comparisons if c.row == next(iter(rows))]
-    winner = max(first, key=lambda comparison: comparison.measures["win_rate"][0])
-    best = weights[f"{winner.row}-seed{winner.seed}"]
-    findings.append(f"the best model, chosen by the judge, so its own figure is a little too high: {best}")
+        finding = f"{row}: wins {shown[0]} by the judge"
+        if knows:
+            finding = f"{finding}: {_verdict(measures)}"
+        findings.append(finding)
+        policies[row] = {**_plain(measures), "seeds": {seed: _plain(own) for seed, own in own_seeds.items()}}
+    best = None
+    if knows:
+        best, finding = _choose_best(comparisons, rows, weights)
+        findings.append(finding)
     header = ["policy", "seeds", *(column for column, _ in MEASURES.values())]
     table = TextTable("Policies against the start", header, lines)
-    return SweepPart([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
+    judges = [asdict(agreement) for agreement in agreements]
+    data = {"best": best, "judge_knows": knows, "judges": judges, "policies": policies}
+    return SweepPart([table], findings, NOTES, data, (rows,), _samples(comparisons))
+
+
+def _choose_best(
+    comparisons: Sequence[PolicyComparison], rows: Mapping[str, Mapping[str, Estimate]], weights: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return the place of the best model under the judge, which is the start if no row wins more than half."""
+    leader = next(iter(rows))
+    if rows[leader]["win_rate"][0] <= 0.5:
+        start = weights["start"]
+        return start, f"no policy wins more than half against the start, which is the best: {start}"
+    first = [comparison for comparison in comparisons if comparison.row == leader]
+    winner = max(first, key=lambda comparison: comparison.measures["win_rate"][0])
+    best = weights[f"{winner.row}-seed{winner.seed}"]
+    return best, f"the best model, chosen by the judge, so its own figure is a little too high: {best}"
 
 
 def _samples(comparisons: Sequence[PolicyComparison]) -> list[ShownPrompt]:

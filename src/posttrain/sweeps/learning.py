@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from posttrain.evaluation.comparisons import mean_height
-from posttrain.evaluation.statistics import Summary, summarize_seeds, wilson_interval
+from posttrain.evaluation.statistics import Summary, half_width, summarize_seeds, wilson_interval
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
@@ -56,6 +56,15 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The highest point of a row's mean learning curve, from which the row then fell: values of the primary metric."""
+
+    step: int
+    value: float
+    end: float
+
+
+@dataclass(frozen=True)
 class RowResult:
     """A row of the table: its trials, and the facts of the finished ones summarized over seeds."""
 
@@ -66,6 +75,29 @@ class RowResult:
     @property
     def finished(self) -> list[TrialResult]:
         return [trial for trial in self.trials if trial.state == "finished"]
+
+    def fall(self, primary: Metric) -> Peak | None:
+        """Return the peak of the mean curve over seeds if the row fell after it by more than chance explains.
+
+        For a share, the mean at the end is outside of the 95 % interval of one evaluation at the peak (of the first
+        seed). For another metric the 95 % interval of (peak − end) over seeds excludes 0; one seed shows no fall then.
+        """
+        curves = [{point.step: point.results for point in trial.points} for trial in self.finished]
+        if not curves:
+            return None
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        if len(steps) < 3:
+            return None
+        means = {step: math.fsum(curve[step][primary.name] for curve in curves) / len(curves) for step in steps}
+        best = max(steps, key=lambda step: (primary.goodness(means[step]), -step))
+        last = steps[-1]
+        lost = primary.goodness(means[best]) - primary.goodness(means[last])
+        if lost <= 0:
+            return None
+        bound = _noise(primary, [curve[best] for curve in curves], [curve[last] for curve in curves])
+        if bound is None or lost <= bound:
+            return None
+        return Peak(best, means[best], means[last])
 
 
 def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, primary: Metric = ACCURACY) -> TrialResult:
@@ -133,6 +165,35 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metr
     return sorted(rows, key=badness)
 
 
+def _noise(primary: Metric, peaks: Sequence[Mapping[str, float]], ends: Sequence[Mapping[str, float]]) -> float | None:
+    """Return how far a row may fall by chance; None: it cannot be said. See ``RowResult.fall``."""
+    interval = primary.interval(peaks[0])
+    value = primary.value(peaks[0])
+    if interval is not None and value is not None:
+        worse = interval[0]
+        if primary.better == "lower":
+            worse = interval[1]
+        return abs(value - worse)
+    lost = [
+        primary.goodness(peak[primary.name]) - primary.goodness(end[primary.name])
+        for peak, end in zip(peaks, ends, strict=True)
+    ]
+    if len(lost) < 2:
+        return None
+    return half_width(lost)
+
+
+def describe_falls(rows: Sequence[RowResult], primary: Metric) -> list[str]:
+    """Return a sentence about each row that fell after a peak."""
+    lines = []
+    for row in rows:
+        peak = row.fall(primary)
+        if peak is not None:
+            high = f"{primary.label} {primary.show(peak.value)} after {peak.step} updates"
+            lines.append(f"{row.name} fell after its peak: {high}, {primary.show(peak.end)} at the end")
+    return lines
+
+
 def rows_part(
     rows: Sequence[RowResult],
     start_label: str,
@@ -156,11 +217,12 @@ def rows_part(
     data = {
         "primary_metric": primary.name,
         "start": about_start,
-        "rows": {row.name: {"source": sources[row.name], **asdict(row)} for row in rows},
+        "rows": {row.name: _plain_row(row, sources[row.name], primary) for row in rows},
     }
     known = {key for row in rows for key in row.summaries}
     columns = [metric_of(key) for key in COLUMNS if key in known and key != primary.name]
     lines = [_line(row, columns, primary) for row in rows]
+    falls = describe_falls(rows, primary)
     if start:
         result = primary.show(start[primary.name])
         if interval is not None:
@@ -177,7 +239,32 @@ def rows_part(
     if interval:
         of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}"
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return SweepPart([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
+    if falls:
+        at = {row.name: row.fall(primary) for row in rows}
+        _insert_peaks(header, lines, at, primary)
+    return SweepPart([TextTable(title, header, lines)], falls, notes, data, (rows, start, primary, over))
+
+
+def _plain_row(row: RowResult, source: str, primary: Metric) -> dict[str, object]:
+    """Return a row as plain data for ``results.json``."""
+    fall = None
+    peak = row.fall(primary)
+    if peak is not None:
+        fall = asdict(peak)
+    return {"source": source, **asdict(row), "fall": fall}
+
+
+def _insert_peaks(
+    header: list[str], lines: Sequence[list[str]], at: Mapping[str, Peak | None], primary: Metric
+) -> None:
+    """Add the column ``peak`` after the result of the end: the highest mean and its step, of rows that fell."""
+    header.insert(3, "peak")
+    for line in lines:
+        peak = at.get(line[0])
+        shown = NOTHING
+        if peak is not None:
+            shown = f"{primary.show(peak.value)} at {peak.step}"
+        line.insert(3, shown)
 
 
 def _shown(metric: Metric, value: float | None) -> str:

@@ -10,10 +10,12 @@ from posttrain.evaluation.files import ITEMS
 from posttrain.evaluation.items import Item, read_items
 from posttrain.recipes.overriding import flatten
 from posttrain.store.metric_names import Metric, metric_of
-from posttrain.store.metrics import is_evaluation, learning_warnings
+from posttrain.store.metrics import evaluation_points, is_evaluation, learning_warnings
 from posttrain.sweeps.best_of_n import best_of_n_part, choose, collect_curves, overoptimization_part
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
+from posttrain.sweeps.judges import JudgeAgreement, read_agreement
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
+from posttrain.sweeps.made import describe_made
 from posttrain.sweeps.plan import SweepPlan, Training
 from posttrain.sweeps.results import SweepPart, SweepResults
 from posttrain.sweeps.runner import SweepOutcome
@@ -44,7 +46,7 @@ def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> Sweep
         comparisons = [read_comparison(trial.folder, trial.row, trial.seed) for trial in trials]
         if not comparisons:
             raise RunFailure("nothing to report yet: no policy has been compared with the start")
-        parts["head_to_head"] = head_to_head_part(comparisons, {run.name: run.weights for run in plan.policies})
+        parts["head_to_head"] = head_to_head_part(comparisons, _weights(plan), _read_agreements(plan))
     if "rows" not in parts:
         parts |= _read_learning(plan, failures)
     differences = []
@@ -55,6 +57,7 @@ def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> Sweep
     return SweepResults(
         title=plan.folder.name,
         description=" ".join(content.description.split()),
+        made=describe_made(plan),
         command=command,
         parts=parts,
         file=plan.to_yaml(),
@@ -62,6 +65,29 @@ def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> Sweep
         problems=problems + _describe_no_learning(plan),
         runs=runs,
     )
+
+
+def _weights(plan: SweepPlan) -> dict[str, str]:
+    """Return the weights of the policies by ``ROW-seedN``, and those that they are compared with: the ``start``."""
+    weights = {run.name: run.weights for run in plan.policies}
+    if plan.start is not None:
+        weights["start"] = plan.start.weights
+    return weights
+
+
+def _read_agreements(plan: SweepPlan) -> list[JudgeAgreement]:
+    """Return the held-out agreement of the judges, of each seed whose judge was evaluated after its training."""
+    assert plan.content.head_to_head is not None
+    found = []
+    for run in plan.scorers:
+        if run.row != plan.content.head_to_head.judge:
+            continue
+        points = evaluation_points(run.metrics())
+        if points and points[-1].step > 0:
+            agreement = read_agreement(run.seed, points[-1].results)
+            if agreement is not None:
+                found.append(agreement)
+    return found
 
 
 def _run_line(plan: SweepPlan, run: Training) -> tuple[str, str, str, str]:

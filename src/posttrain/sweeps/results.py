@@ -40,7 +40,7 @@ class SweepResults:
 
     ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``, and the learning of reward
     models and policies. ``file``: the text of ``sweep.yaml``, with every row as a whole recipe. ``runs``: each run's
-    name, state and result, and the address of its report.
+    name, state and result, and the address of its report. ``made``: how much each row's runs did.
     """
 
     title: str
@@ -50,6 +50,7 @@ class SweepResults:
     file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
     runs: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     @property
@@ -72,6 +73,8 @@ class SweepResults:
         parts.append(bullets([*self.problems, *self.findings]))
         parts += [text.to_markdown(table) for table in self.tables]
         parts.append(bullets(self.notes))
+        if self.made:
+            parts.append(f"## What was run\n\n{bullets(self.made)}")
         if self.differences:
             parts.append(f"## What differs\n\n{bullets(self.differences)}")
         parts.append(f"## Make it again\n\n```\n{self.command}\n```\n")
@@ -79,7 +82,7 @@ class SweepResults:
 
     def to_json(self) -> str:
         """The text of ``results.json``: everything, unrounded; a number that is not finite is null."""
-        names = ("title", "description", "command", "problems", "findings", "notes", "differences")
+        names = ("title", "description", "command", "problems", "findings", "notes", "made", "differences")
         content = {name: getattr(self, name) for name in names}
         for part in self.parts.values():
             content |= part.data

@@ -53,7 +53,7 @@ from posttrain.training.checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from posttrain.training.files import NoRecords, Observer, RunFiles, save_batch
+from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
@@ -62,6 +62,7 @@ from posttrain.training.records.facts import of_steps
 from posttrain.training.records.stored_records import FACTS, write_facts
 from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
+from posttrain.training.sources.stored import save_batch
 from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
 
@@ -364,7 +365,7 @@ class Loop:
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(
-                f"{error}. {save_batch(self.files, batch, step, is_main=self.process_group.is_main)}"
+                f"{error}. {save_batch(self.files.folder, batch, step, is_main=self.process_group.is_main)}"
             ) from None
         moved, of_step = self.update_records.close_record(lr, norm)
         self._tell_imbalances([*found, *of_step])

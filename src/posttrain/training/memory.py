@@ -16,6 +16,11 @@ residual (those of a weight), r · N · 2d and r · N · (a + k) for the inputs 
 products and SwiGLU, and no mask; an adapter without autocast has an input of 4 bytes for each of its layers.
 
 With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
+
+Of P processes (``scale.processes``) each computes a P-th of the rows. With ``scale.sharding: fsdp2`` it holds a P-th of
+the rows of each tensor, gradient and moment (the first process has the most); and while it computes, the tensors
+outside of the layers, two layers, and the gradients of one. If the processes sample with the model, each has a whole
+copy of it, and of a reference, in addition.
 """
 
 from __future__ import annotations
@@ -26,20 +31,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.config import read_object
+from posttrain.errors import PosttrainError
 from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
-from posttrain.models.load import choose_device, read_config
-from posttrain.models.published.configs import published_config
-from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
+from posttrain.models.load import choose_device
+from posttrain.models.published.planned import model_to_plan
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.training.checks import Components, resolve_components
@@ -56,9 +58,10 @@ BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by part; see the module."""
+    """Bytes by part of one process; see the module."""
 
     weights: int
+    gathered: int
     gradients: int
     optimizer: int
     reference: int
@@ -70,7 +73,8 @@ class Memory:
 
     def rows(self) -> list[tuple[str, int]]:
         """Return the rows of a table: every part, and the largest sums held at a time."""
-        names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
+        names = {"gathered": "gathered layers", "optimizer": "optimizer state", "heads": "heads, critic"}
+        names["kv_cache"] = "key/value cache"
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
         return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
 
@@ -102,6 +106,26 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The place of the weights: ``num_parts`` of each tensor, one in a process, and whether it has a whole copy too."""
+
+    num_parts: int = 1
+    keeps_whole: bool = False
+
+    def numel(self, weights: list[Weight]) -> int:
+        """Return the numbers of these weights in the part of the first process: the first rows of each."""
+        return sum(w.times * math.prod((-(-w.shape[0] // self.num_parts), *w.shape[1:])) for w in weights)
+
+    def held(self, num_bytes: float, weights: list[Weight]) -> int:
+        """Return how many of the bytes of these weights a process holds, its part and a copy."""
+        total = sum(w.numel for w in weights)
+        if self.num_parts == 1 or not total:
+            return round(num_bytes)
+        copy_bytes = num_bytes if self.keeps_whole else 0.0
+        return round(num_bytes * self.numel(weights) / total + copy_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Micro:
     """A micro-batch of the longest rows: ``prompt`` and ``answer`` tokens each, in groups that share prompts.
 
@@ -124,41 +148,19 @@ class Micro:
         return self.queries + self.rows * self.prompt
 
 
-def estimate_memory(recipe: Recipe) -> Memory | str:
-    """Return ``memory_of`` a resolved recipe on this machine, or the reason why there is no estimate."""
+def estimate_memory(recipe: Recipe, gpu_bytes: int | None = None) -> Memory | str:
+    """Return ``memory_of`` a resolved recipe, or the reason why there is no estimate.
+
+    Args:
+        gpu_bytes: memory of the GPU to plan for; None for what trains on this machine.
+    """
     try:
-        device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
-        return memory_of(*counted(recipe), gpu_memory_of(device))
+        if gpu_bytes is None:
+            device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
+            gpu_bytes = gpu_memory_of(device)
+        return memory_of(*model_to_plan(recipe, QK_NORMS), gpu_bytes)
     except PosttrainError as error:
         return str(error)
-
-
-def counted(recipe: Recipe) -> tuple[Recipe, PretrainedConfig]:
-    """Return a resolved recipe for ``memory_of`` (a loaded adapter as a new one), and its model's configuration.
-
-    Raises:
-        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
-    """
-    model = recipe.model
-    config = read_config(model) or published_config(model.name)
-    if config is None:
-        raise UsageError(
-            f"the config.json of {model.name} is missing. Download it once (`hf download {model.name} config.json`), "
-            "or set model.name to a folder that has it"
-        )
-    if config.model_type not in QK_NORMS:
-        raise UsageError(
-            f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
-        )
-    source = "" if model.init or model.adapter else resolve_model_name(model.name)
-    if source and is_adapter(source):
-        settings = read_object(Path(source) / ADAPTER_CONFIG)
-        try:
-            section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"adapter": section})})
-    return recipe, config
 
 
 def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
@@ -181,32 +183,49 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     if adapter is not None:
         low_rank = list(_low_rank(weights, adapter))
         trained = low_rank
-    base = _base_bytes(weights, size, recipe.model.load_bits)
+    layout = layout_of(recipe, components)
+    base = layout.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
     micro = micro_batch(recipe, components)
     logits = 0
     if not components.only_scores:
         logits = _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
     activations = _activations(recipe, config, micro, size, weights, logits, on_gpu=gpu_memory is not None)
+    gathered = 0
+    if layout.num_parts > 1:
+        gathered = _gathered_bytes([*weights, *low_rank], size, trained, config.num_hidden_layers)
     critic: list[Weight] = []
     has_values = components.objective.traits.get("head") == "value"
     if has_values and recipe.head is not None and recipe.head.trunk == "separate":
         critic = trained
         activations *= 2
+        gathered *= 2
     reference = 0
     has_reference = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
     if has_reference and adapter is None:  # under an adapter it is the base
-        reference = base
+        apart = layout
+        if layout.keeps_whole:
+            apart = WeightLayout()  # that copy is not sharded
+        reference = apart.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
     return Memory(
-        weights=base + 4 * sum(w.numel for w in low_rank),
-        gradients=4 * sum(w.numel for w in trained),
-        optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
+        weights=base + layout.held(4 * sum(w.numel for w in low_rank), low_rank),
+        gathered=gathered,
+        gradients=4 * layout.numel(trained),
+        optimizer=_optimizer_bytes(trained, recipe.optimizer.name, layout),
         reference=reference,
-        heads=_head_bytes(components, config, critic),
+        heads=_head_bytes(components, config, critic, layout),
         activations=activations,
         logits=logits,
         kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
         rollouts=_rollout_bytes(recipe, components),
     )
+
+
+def layout_of(recipe: Recipe, components: Components) -> WeightLayout:
+    """Return where the weights of a recipe's run are."""
+    scale = recipe.scale
+    if scale.sharding == "none" or scale.processes == 1:
+        return WeightLayout()
+    return WeightLayout(scale.processes, components.samples())
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
@@ -249,6 +268,8 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
         if group == 1:  # nothing shares the prompt
             answer += prompt
             prompt = 0
+    units = -(-rows // unit)
+    rows = unit * -(-units // recipe.scale.processes)
     most = min(rows, train.micro_batch_rows or rows)
     count = unit
     while count + unit <= most:
@@ -296,23 +317,34 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
     return round(total)
 
 
-def _optimizer_bytes(trained: list[Weight], name: str) -> int:
+def _gathered_bytes(weights: list[Weight], size: int, trained: list[Weight], num_layers: int) -> int:
+    """Return bytes that a pass of a sharded model gathers: what is outside of the layers, all the time; one layer and
+    the next, and a layer's gradients. The gradient of a trained head counts with the logits.
+    """
+    in_layers = [w for w in weights if w.times == num_layers and ".0." in w.name]
+    outside = [w for w in weights if w not in in_layers]
+    gradients = 4 * sum(w.numel // w.times for w in trained if w in in_layers)
+    return size * (sum(w.numel for w in outside) + 2 * sum(w.numel // w.times for w in in_layers)) + gradients
+
+
+def _optimizer_bytes(trained: list[Weight], name: str, layout: WeightLayout) -> int:
     """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Lion and for Muon's matrices."""
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
+        numel = layout.numel([weight])
         if name == "lion" or (name == "muon" and is_matrix):
-            total += 4 * weight.numel
+            total += 4 * numel
         elif name == "adafactor" and len(weight.shape) == 2:
             total += 4 * weight.times * (sum(weight.shape) + 1)
         elif name == "adamw_8bit" and weight.numel >= LEAST_IN_8_BITS * weight.times:
             total += 2 * (weight.numel + 4 * weight.numel // BLOCK_IN_8_BITS)
         else:
-            total += 8 * weight.numel + 4 * weight.times
+            total += 8 * numel + 4 * weight.times
     return total
 
 
-def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight]) -> int:
+def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight], layout: WeightLayout) -> int:
     """Return bytes of the weight, gradient and AdamW state of a head, and of a separate critic."""
     if components.objective.traits.get("head") is None:
         return 0
@@ -322,8 +354,11 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
         classes = int(components.recipe.objective.options[option])
         if classes > 2:
             rows = classes
-    trunk = sum(w.numel for w in critic if "lm_head" not in w.name)
-    return int(16 * (config.hidden_size * rows + trunk))
+    learned = [Weight("head", (rows, config.hidden_size), 1), *(w for w in critic if "lm_head" not in w.name)]
+    copies = 0
+    if layout.keeps_whole:
+        copies = 4 * sum(w.numel for w in learned)
+    return 16 * layout.numel(learned) + copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +551,8 @@ def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
-    slots = min(rollout.num_prompts * rollout.group_size, int(rollout.engine.options.get("slots", 64)))
+    prompts = -(-rollout.num_prompts // recipe.scale.processes)
+    slots = min(prompts * rollout.group_size, int(rollout.engine.options.get("slots", 64)))
     prompt, answer = longest_row(recipe, rollout)
     shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group_size > 1
     before = 0 if shares else prompt

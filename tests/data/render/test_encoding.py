@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.render.encoding import Piece, encode_pieces, encode_plain, markers_of
 from posttrain.errors import UsageError
+from refusing import refuses
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<answer>", "</answer>"]
 HOSTILE = [
@@ -159,7 +160,7 @@ def test_a_single_character_token_cannot_be_spelled() -> None:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "§": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="§")
-    with pytest.raises(UsageError, match="single character '§' as a special token"):
+    with refuses(UsageError, "'§'"):
         encode_pieces(tokenizer, [Piece("a § a", False)])
 
 
@@ -168,7 +169,7 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
         def __len__(self) -> int:
             return 3
 
-    with pytest.raises(UsageError, match="Slow is not a fast tokenizer"):
+    with refuses(UsageError, "a fast tokenizer"):
         markers_of(Slow())
 
 

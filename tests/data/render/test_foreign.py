@@ -15,6 +15,7 @@ from posttrain.data.render.published import PUBLISHED
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
 from posttrain.models.sources import TINY
+from refusing import refuses
 
 TEXT = "hi there you all are good friends"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -44,7 +45,7 @@ def test_encode_pieces_pattern_that_does_not_end_on_a_text_is_refused(
     harmless = [Piece("ho", trusted=False)]
     assert decode_ids(made, encode_pieces(made, harmless)) == "ho"
     for trusted in (True, False):
-        with pytest.raises(UsageError, match=r"^model.name: .*/model: tokenizer.json: the pattern .* on a text"):
+        with refuses(UsageError, "model.name", "/model: tokenizer.json: the pattern"):
             encode_pieces(made, [Piece(TEXT + "a" * 2000, trusted=trusted)])
     assert "panicked" not in capfd.readouterr().err
 
@@ -55,7 +56,7 @@ def test_encode_pieces_panic_of_the_library_is_an_error_without_workers(
     monkeypatch.setattr(foreign, "HAS_WORKERS", False)
     made = tokenizer(tmp_path, pre_tokenizer=split(PANICS))
     for text in (TEXT, TEXT * 1000):
-        with pytest.raises(UsageError, match=r"^model.name: .*/model: tokenizer.json fails on a text: .*retry-limit"):
+        with refuses(UsageError, "model.name", "/model", "tokenizer.json"):
             encode_pieces(made, [Piece(text, trusted=False)])
 
 
@@ -64,7 +65,7 @@ def test_decode_ids_pattern_of_a_decoder_that_does_not_end_is_refused(tmp_path: 
     made = tokenizer(tmp_path, decoder={"type": "Sequence", "decoders": [{**BYTES}, {"type": "Fuse"}, step]})
     ids = made.backend_tokenizer.encode(TEXT).ids
     assert decode_ids(made, ids[:1]) == TEXT[: len(decode_ids(made, ids[:1]))]
-    with pytest.raises(UsageError, match=r"^model.name: .*/model: tokenizer.json: the pattern .* on a text"):
+    with refuses(UsageError, "model.name", "/model: tokenizer.json: the pattern"):
         decode_ids(made, ids)
 
 

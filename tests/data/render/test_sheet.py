@@ -17,6 +17,7 @@ from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.rows import TokenRow, rows_of
 from posttrain.errors import UsageError
 from posttrain.types import Call, Example, Message
+from refusing import refuses
 
 SPECIALS = ["<|eos|>", "<s>", "<|turn|>", "<|end|>", "<|done|>", "<think>", "</think>", "[INST]", "[/INST]", "<|note|>"]
 LOOP = "{% for m in messages %}"
@@ -216,14 +217,14 @@ def test_texts_that_decide_what_is_written_are_rendered_so_or_refused(tokenizer:
     assert tokenizer.decode(prompt) == "<|turn|>user\n2 Hi<|end|>\n<|turn|>assistant\n"
     tokenizer.chat_template = KEEPS.replace("{{ m.content }}", "{{ '<|note|>' if 'x' in m.content }}{{ m.content }}")
     assert tokenizer.decode(encode_prompt(tokenizer, chat(), (Message("user", "Hi"),))).count("<|note|>") == 0
-    with pytest.raises(UsageError, match=r"<\|note\|>"):  # a text may not add a marker
+    with refuses(UsageError, "<|note|>"):  # a text may not add a marker
         encode_prompt(tokenizer, chat(), (Message("user", "Hi x"),))
 
 
 def test_a_template_that_makes_a_marker_of_a_content_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = KEEPS.replace("{{ m.content }}", "{{ m.content.replace('(', '<').replace(')', '>') }}")
     assert "a <b> c<|end|>" in tokenizer.decode(encode_prompt(tokenizer, chat(), (Message("user", "a (b) c"),)))
-    with pytest.raises(UsageError, match=r"<\|end\|>"):
+    with refuses(UsageError, "<|end|>"):
         encode_prompt(tokenizer, chat(), (Message("user", "a (|end|) b"),))
 
 

@@ -13,6 +13,7 @@ from posttrain.data.render.templates import R1_ZERO_PREAMBLE
 from posttrain.errors import UsageError
 from posttrain.graders.rewards import xml_format
 from posttrain.types import Example, Message
+from refusing import refuses
 
 QUESTION = (Message("user", "Eva has 12 shells. How many?"),)
 WORKED = Example("e1", QUESTION, answer="19", solution="12 + 7 = 19.")
@@ -166,7 +167,7 @@ def test_rendered_prompts_and_responses_stand_as_they_are(chatml: Any) -> None:
         assert ids.count(chatml.eos_token_id) == 1
         assert ids[-1] == chatml.eos_token_id
         assert make("as_is").extract(decode_response(chatml, make("as_is"), ids)) == "19"
-    with pytest.raises(UsageError, match="a rendered prompt is one text, and this one has 2 messages; use chat"):
+    with refuses(UsageError, "2 messages; use"):
         encode_prompt(chatml, make("as_is"), (Message("system", "a"), Message("user", "b")))
 
 
@@ -249,45 +250,45 @@ def test_bos_stands_once_at_the_start(with_bos: Any) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ((), "an empty prompt: the example has no messages; a text to read is trained under prompt.template document"),
-        ((Message("user", " \n"),), r"an empty prompt: message 1 \(user\) has no text"),
-        ((Message("usr", "Hi"),), "role 'usr'. Did you mean 'user'"),
-        ((Message("user", "Hi"), Message("assistant", "Ho")), "nothing is left to answer"),
+        ((), "prompt.template"),
+        ((Message("user", " \n"),), "prompt: message 1"),
+        ((Message("usr", "Hi"),), "'user'"),
+        ((Message("user", "Hi"), Message("assistant", "Ho")), "nothing is left"),
     ],
 )
 def test_bad_prompts_are_refused(chatml: Any, name: str, messages: tuple[Message, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         encode_prompt(chatml, make(name), messages)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "document"])
 def test_nothing_to_demonstrate_is_refused(chatml: Any, name: str) -> None:
     for example in (Example("nil", QUESTION), Example("nil", QUESTION, answer=" ")):
-        with pytest.raises(UsageError, match="example 'nil'"):
+        with refuses(UsageError, "example 'nil'"):
             encode_response(chatml, make(name), example)
 
 
 def test_no_chat_template_is_refused_with_what_would_work(chatml: Any) -> None:
     chatml.chat_template = None
     for name in ("chat", "xml_reasoning"):
-        with pytest.raises(UsageError, match=r"has no chat template. Choose .*r1_zero"):
+        with refuses(UsageError, "r1_zero"):
             encode_prompt(chatml, make(name), QUESTION)
-    with pytest.raises(UsageError, match="has no chat template"):
+    with refuses(UsageError, "no chat template"):
         stop_ids(chatml, make("chat"))
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ raise_exception('System role not supported') }}", "cannot render the roles system, user: System role"),
-        ("{{ messages[0]['content'] }}", "does not show the user message exactly once"),
-        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "the system message exactly once"),
-        ("{{ messages | unknown_filter }}", "cannot render the roles"),
+        ("{{ raise_exception('System role not supported') }}", "system, user: System"),
+        ("{{ messages[0]['content'] }}", "user message exactly"),
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "system message exactly"),
+        ("{{ messages | unknown_filter }}", "render the roles"),
     ],
 )
 def test_a_chat_template_that_cannot_show_the_messages_is_refused(chatml: Any, source: str, message: str) -> None:
     chatml.chat_template = source
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, message):
         encode_prompt(chatml, make("chat", system="x"), QUESTION)
 
 
@@ -296,9 +297,9 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(UsageError, match="no end token"):
+    with refuses(UsageError, "no end token"):
         stop_ids(tokenizer, make("plain"))
-    with pytest.raises(UsageError, match="neither bos_token nor eos_token"):
+    with refuses(UsageError, "bos_token", "eos_token"):
         encode_prompt(tokenizer, make("document"), ())
 
 

@@ -16,6 +16,7 @@ from posttrain.evaluation.reward_models.scoring import load_reward_model
 from posttrain.graders.rewards import bind_reward
 from posttrain.recipes.recipe import load_recipe
 from posttrain.types import Example, Message
+from refusing import refuses
 from small_runs import one_layer_recipe, run, steps_of
 
 EXAMPLE = Example("e", (Message("user", "What is 1 plus 4?"),), "5")
@@ -91,16 +92,16 @@ def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: 
     assert {step["reward/unscored"] for step in steps} == {0.0}
     longer = one_layer_recipe("grpo", rewards=rewards, train={"steps": 3, "lr": 1e-3})
     run(Path(judge), one_layer_recipe("judged", train={"steps": 4, "lr": 3e-3}), resume=True)
-    with pytest.raises(UsageError, match=r"rewards: .* stood for step-000003 when this run began"):
+    with refuses(UsageError, "rewards"):
         run(tmp_path, longer, resume=True)
 
 
 def test_what_cannot_be_a_judge_is_refused_before_anything_is_sampled(judge: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no run's folder"):
+    with refuses(UsageError, "no run's folder"):
         word(str(tmp_path / "nowhere"))
     policy = one_layer_recipe("sft", train={"steps": 1})
     (tmp_path / "recipe.yaml").write_text(policy.to_yaml(), encoding="utf-8")
-    with pytest.raises(UsageError, match="trained a policy"):
+    with refuses(UsageError, "trained a policy"):
         word(str(tmp_path))
-    with pytest.raises(RecipeError, match="Did you mean 'normalize'"):
+    with refuses(RecipeError, "'normalize'"):
         word(judge, normalise=True)

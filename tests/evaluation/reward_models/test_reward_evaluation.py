@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from transformers import AutoTokenizer
 
 from closeness import approx
@@ -25,6 +24,7 @@ from posttrain.evaluation.statistics import area_under_curve, paired_bootstrap, 
 from posttrain.models.sources import TINY
 from posttrain.reports.evaluation_page import difference_tables, shared_verdicts
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 
 class GivenScores:
@@ -181,11 +181,11 @@ def test_steps_by_hand() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(UsageError, match="task 'given' has no given responses"):
+    with refuses(UsageError, "'given'"):
         evaluated("outcome", [problem(0)])
-    with pytest.raises(UsageError, match=r"nothing is left to score; dropped: \{'too long': 1\}"):
+    with refuses(UsageError, "score; dropped: {'too"):
         evaluated("preference", [problem(0, message("none", 1.0), message(0.0, 0.0))])
-    with pytest.raises(UsageError, match="no example to evaluate on"):
+    with refuses(UsageError, "example to evaluate"):
         evaluated("outcome", [])
 
 

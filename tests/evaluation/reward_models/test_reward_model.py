@@ -24,6 +24,7 @@ from posttrain.store.checkpoint_files import mark_best
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
 ENDED = ("stop",)
@@ -170,7 +171,7 @@ def test_a_score_that_is_no_number_stops_the_evaluation(models) -> None:
     try:
         with torch.no_grad():
             head.weight[0, 0] = float("nan")
-        with pytest.raises(RunFailure, match="pair: the reward model gave a score that is no finite number"):
+        with refuses(RunFailure, "pair:"):
             model.score([Example("e", (Message("user", "Hm?"),))], ["Hm."], ENDED)
     finally:
         with torch.no_grad():
@@ -274,11 +275,11 @@ def test_the_best_checkpoint_is_opened_unless_a_step_is_named(runs, tmp_path: Pa
     assert open_run(folder, recipe).step == 2
     assert open_run(folder, recipe).score([example], ["It is 5."], ENDED) == expected[2]
     assert open_run(folder, recipe, step=1).score([example], ["It is 5."], ENDED) == expected[1]
-    with pytest.raises(UsageError, match="no checkpoint of step 4; there are: 1, 2, 3"):
+    with refuses(UsageError, "1, 2, 3"):
         open_run(folder, recipe, step=4)
     head = folder / "checkpoints" / "step-000002" / "heads.safetensors"
     head.write_bytes(head.read_bytes()[:-1] + b"\0\0")
-    with pytest.raises(CheckpointError, match=r"does not verify .* Other steps there: 1, 3"):
+    with refuses(CheckpointError, "does not verify", "there: 1, 3"):
         open_run(folder, recipe)
 
 
@@ -286,23 +287,23 @@ def test_what_is_no_reward_model_is_refused(runs, tmp_path: Path) -> None:
     folder, recipe, parts = runs["pair"]
     data = {"task": "stories", "data": {"batch_size": 2}, "objective": "cross_entropy"}
     policy = validate_recipe(data).resolve()
-    with pytest.raises(UsageError, match=r"trained a policy \(cross_entropy\).*bradley_terry, outcome, process"):
+    with refuses(UsageError, "cross_entropy", "bradley_terry, outcome, process"):
         open_run(folder, policy)
     own = make_recipe("judged", objective={"name": "reward_runs:unnamed_scores"})
-    with pytest.raises(UsageError, match="does not say what its scores mean; register it with scores= one of"):
+    with refuses(UsageError, "scores mean; register"):
         open_run(folder, own)
-    with pytest.raises(UsageError, match="the run has no checkpoint yet"):
+    with refuses(UsageError, "has no checkpoint"):
         open_run(tmp_path, recipe)
     parts_without = replace(parts, heads={})
     save_step(tmp_path, parts_without, 1)
-    with pytest.raises(CheckpointError, match=r"no heads.safetensors, where the head"):
+    with refuses(CheckpointError, "heads.safetensors"):
         open_run(tmp_path, recipe)
 
 
 def test_a_head_of_another_shape_is_refused(runs) -> None:
     folder, _, _ = runs["pair"]
     _, three, _ = runs["three"]
-    with pytest.raises(CheckpointError, match=r"head\.weight is"):
+    with refuses(CheckpointError, "head.weight is"):
         open_run(folder, three)
 
 

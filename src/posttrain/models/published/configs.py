@@ -26,6 +26,11 @@ PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "allenai/OLMo-2-0425-1B": ("olmo2", _SIZES_OF_OLMO, _OLMO2),
     "allenai/OLMo-2-0425-1B-SFT": ("olmo2", _SIZES_OF_OLMO, _OLMO2),
     "openai-community/gpt2": ("gpt2", (), {}),
+    "smollm2-135m": (
+        "llama",
+        (576, 30, 9, 3, 1536),
+        {"vocab_size": 49_152, "tie_word_embeddings": True, "max_position_embeddings": 8192},
+    ),
 }
 
 

@@ -119,7 +119,8 @@ def collect_comparison(
         }
     parts["learning rates"] = _rates_part(plan, every)
     trials = [asdict(record) for record in records]
-    about = {"design": plan.design.model_dump(mode="json"), "variants": data, "trials": trials}
+    tables = [asdict(table) for part in parts.values() for table in part.tables]
+    about = {"tables": tables, "design": plan.design.model_dump(mode="json"), "variants": data, "trials": trials}
     parts["records"] = SweepPart([], findings=describe_design(plan, records), data=about)
     return SweepResults(
         title=plan.folder.name,

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
+from safetensors.torch import save as serialize
 from torch import Tensor
 
+from posttrain.errors import StorageError
 from posttrain.recipes.sections import RolloutSection
 from posttrain.sampling.rollout import Grader
+from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, Message, Rollout
@@ -215,3 +219,17 @@ def _write_rollout(rollout: Rollout) -> dict[str, object]:
             "failures": rollout.failures,
         }
     return plain
+
+
+def save_batch(folder: Path, batch: Batch, step: int, *, is_main: bool) -> str:
+    """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
+    path = folder / f"nonfinite-step-{step:06d}.safetensors"
+    if not is_main:
+        return "Rank 0 saves the batch"
+    tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+    tensors |= {f"stream.{name}": x for name, x in batch.fields.items()}
+    try:
+        replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
+    except StorageError as failure:
+        return f"The batch could not be kept: {failure}"
+    return f"The batch is saved in {path}"

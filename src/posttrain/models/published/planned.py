@@ -1,0 +1,67 @@
+"""The model that a recipe will train, and its configuration, before either is on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from posttrain.errors import UsageError
+from posttrain.models.config import read_object
+from posttrain.models.load import read_config
+from posttrain.models.published.configs import published_config
+from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
+from posttrain.recipes.document import interpretation_names, recipe_names
+from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.untrusted import kind_of_file
+
+
+def model_to_plan(recipe: Recipe, architectures: Collection[str]) -> tuple[Recipe, PretrainedConfig]:
+    """Return a resolved recipe with the model that it will train (a loaded adapter as a new one), and its shapes.
+
+    Raises:
+        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
+    """
+    recipe = recipe.model_copy(update={"model": _made_from(recipe.model)})
+    model = recipe.model
+    config = None
+    if model.init is None and kind_of_file(model.name) == "nothing":
+        config = published_config(model.name)  # and not from the model itself, which would be fetched
+    is_published = config is not None
+    if config is None:
+        config = read_config(model)
+    if config is None:
+        raise UsageError(
+            f"the config.json of {model.name} is missing. Download it once (`hf download {model.name} config.json`), "
+            "or set model.name to a folder that has it"
+        )
+    if config.model_type not in architectures:
+        raise UsageError(
+            f"it was not worked out for the architecture {config.model_type} (for {', '.join(architectures)} it was)"
+        )
+    source = ""
+    if not (model.init or model.adapter or is_published):
+        source = resolve_model_name(model.name)
+    if source and is_adapter(source):
+        settings = read_object(Path(source) / ADAPTER_CONFIG)
+        try:
+            section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"adapter": section})})
+    return recipe, config
+
+
+def _made_from(model: ModelSection) -> ModelSection:
+    """Return a section that names a run which a shipped recipe has yet to make, with the model of that recipe."""
+    others = interpretation_names()
+    makers = {f"runs/{name.replace('/', '-')}": name for name in recipe_names() if name not in others}
+    while model.init is None and model.name in makers and kind_of_file(model.name) == "nothing":
+        below = load_recipe(makers[model.name]).model
+        changes: dict[str, object] = {"name": below.name, "init": below.init}
+        if model.adapter is None:
+            changes["adapter"] = below.adapter
+        model = model.model_copy(update=changes)
+    return model

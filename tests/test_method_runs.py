@@ -1,0 +1,77 @@
+"""Recipes of policy gradients act as they say, and the recorded run of a method's page is of its recipe as it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.recipes.document import recipe_names
+from posttrain.recipes.recipe import load_recipe
+from posttrain.registry import find
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from method_runs import RESULTS, SMALLEST, Variant, record_missing, variants, watched_metrics  # noqa: E402
+
+POLICY_GRADIENTS = recipe_names("rl/")
+RECORDED: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+# Metrics by the value that says nothing happened.
+TRIVIAL = {"clip_fraction": 0.0, "ratio": 1.0, "value_explained_variance": 0.0, "accepted_groups": 1.0}
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+def test_recipe_with_a_ratio_updates_several_times_on_a_batch(name: str) -> None:
+    recipe = load_recipe(name).resolve()
+    needs = find("objective", recipe.objective.name).traits["needs"]
+    updates = recipe.train.num_minibatches * recipe.train.ppo_epochs
+    assert updates >= 4 or "old_logprobs" not in needs
+    assert recipe.train.steps is not None
+    assert recipe.train.steps % updates == 0
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+def test_recipe_names_a_recorded_metric_to_watch(name: str) -> None:
+    assert watched_metrics(load_recipe(name).description)
+
+
+@pytest.mark.parametrize("key", RECORDED)
+def test_recorded_run_is_of_the_recipe_as_it_is_and_its_metric_leaves_the_trivial_value(key: str) -> None:
+    """If a recipe changed, train it again: `python benchmarks/method_runs.py NAME`."""
+    run = RECORDED[key]
+    name = key.partition(" ")[0]
+    (variant,) = (variant for variant in variants([name]) if variant.key == key)
+    assert run["recipe"] == variant.fingerprint()
+    assert run["command"] == variant.command
+    assert run["curve"][0]["step"] == 0
+    assert run["curve"][-1]["step"] == load_recipe(name).train.steps
+    for metric in watched_metrics(load_recipe(name).description):
+        values = [value for _, value in run["metrics"][metric]]
+        still = TRIVIAL.get(metric, values[0])
+        assert max(abs(value - still) for value in values) > 1e-3 * max(1.0, abs(still))
+
+
+def test_fingerprint_is_of_what_recipes_say_and_of_overrides() -> None:
+    plain, other = Variant("rl/gspo"), Variant("rl/gspo", "x", (("objective.clip_low", "3e-4"),))
+    assert plain.fingerprint() == Variant("rl/gspo", "another label").fingerprint()
+    assert plain.fingerprint() != other.fingerprint()
+    assert other.command == "posttrain train rl/gspo --objective.clip_low 3e-4"
+
+
+def test_record_missing_trains_what_is_not_recorded_and_resumes(tmp_path: Path) -> None:
+    results = tmp_path / "runs.json"
+    wanted = [Variant("rl/gspo"), Variant("rl/gspo", "narrow", (("objective.clip_low", "1e-9"),))]
+    assert record_missing(wanted[:1], results, shorter=SMALLEST) == ["rl/gspo"]
+    first = json.loads(results.read_text())
+    assert record_missing(wanted, results, shorter=SMALLEST) == ["rl/gspo narrow"]
+    both = json.loads(results.read_text())
+    assert both["rl/gspo"] == first["rl/gspo"]
+    assert [point["step"] for point in first["rl/gspo"]["curve"]] == [0, 1, 2]
+    assert first["rl/gspo"]["metrics"]["clip_fraction"][0] == [1, 0.0], "the first update is on-policy"
+    both["rl/gspo"]["recipe"] = "of an earlier recipe"
+    results.write_text(json.dumps(both))
+    assert record_missing(wanted, results, shorter=SMALLEST) == ["rl/gspo"]
