@@ -15,6 +15,7 @@ _PUBLIC = {
     "sweep": "sweep",
     "what_if": "what_if",
     "load_what_if": "what_if",
+    "diagnose": "diagnose",
     "evaluate": "measure",
     "generate": "measure",
     "load_run": "run",

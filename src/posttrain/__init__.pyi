@@ -1,3 +1,4 @@
+from posttrain.api.diagnose import diagnose as diagnose
 from posttrain.api.measure import evaluate as evaluate
 from posttrain.api.measure import generate as generate
 from posttrain.api.parts import advantages as advantages

@@ -276,6 +276,8 @@ COMMANDS = {
                      "sweeps:run_sweep", keys=ANY, tables=True, beats="stdout"),
     "what-if": Command("exact futures of a run with one thing changed, next to the unchanged one",
                        "what_if:run_what_if", tables=True),
+    "doctor": Command("what is wrong with a run, from its records: faults, levels, and what only looks wrong",
+                      "doctor:run_doctor", tables=True),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True, beats="stdout"),
     "generate": Command("sample answers from a model or a run", "generate:run_generate", keys=_INPUT,

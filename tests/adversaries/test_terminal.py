@@ -31,6 +31,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("train",): ["honest.yaml", "--dry-run"],
     ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
     ("what-if",): ["honest", "--at", "1", "drop", "prompt:x"],
+    ("doctor",): ["evil"],
     ("evaluate",): ["tiny", "--limit", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],

@@ -54,7 +54,7 @@ class Explanation:
 EXPLANATIONS = {
     "reward": Explanation(
         ("a term is paid that no part records", "rewards were changed behind the grader", "a part is missing"),
-        "compute Σ weight × part of the recorded answers with `posttrain show RUN`",
+        "compute Σ weight × part of the answers in pt.load_run(RUN).rollouts(STEP)",
     ),
     "correct": Explanation(
         ("parts were changed behind the grader", "a verdict is not the one that was paid"),
@@ -142,7 +142,7 @@ EXPLANATIONS = {
             "a term has the wrong sign or weight",
             "advantages or log-probabilities belong to other rows",
         ),
-        "compute the loss of this batch from `posttrain show RUN` and change train.micro_batch_tokens: it must stay",
+        "change train.micro_batch_tokens: the loss of this update must stay",
     ),
     "gradient": Explanation(
         (

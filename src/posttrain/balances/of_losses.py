@@ -53,7 +53,7 @@ def read_loss(record: StepRecord, advantages: PerAnswer | None) -> Iterator[Read
             of_rounded = expected_values(record.facts.objective, rounded.inputs)
             assert of_rounded is not None
             moved, _ = _weighed(record, rows, rounded, of_rounded)
-            yield _loss(record, total, size, 2 * abs(moved - total))
+            yield _loss(record, total, size, 2 * abs(moved - total) + _scattered(record, rows, of_rows))
 
 
 def _of_parts(record: StepRecord, rows: RowSums) -> Reading:
@@ -331,6 +331,8 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
         return None
     if facts.objective.name in NEEDS_TOKENS or facts.kl_estimator == "k3_weighted":
         return None
+    if facts.kl_coef and facts.kl_estimator not in ("k1", "k3"):
+        return None
     a = rows.advantage.clone()
     reads_advantages = facts.level == "token" and facts.objective.name != "cross_entropy"
     if reads_advantages:
@@ -368,6 +370,15 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
     return LossTerms(inputs, of_units)
 
 
+def _scattered(record: StepRecord, rows: RowSums, terms: LossTerms) -> float:
+    """The difference that ratios of single tokens make which a row's mean does not show: of second order, as k3 is."""
+    if record.facts.level != "token" or terms.inputs.advantages is None:
+        return 0.0
+    weights = terms.weights[:, 0] / terms.inputs.lengths.clamp(min=1)
+    sizes = (weights * terms.inputs.advantages[:, 0].abs() * rows.kl_sampler.abs())[rows.computed]
+    return 2 * float(sizes[sizes.isfinite()].sum())
+
+
 def _weighed(record: StepRecord, rows: RowSums, terms: LossTerms, computed: Computed) -> tuple[float, float]:
     """The loss from sums, and the sum of sizes; the KL to the reference is that of the record."""
     is_used = rows.computed
@@ -375,9 +386,12 @@ def _weighed(record: StepRecord, rows: RowSums, terms: LossTerms, computed: Comp
     if record.facts.level == "token":
         contributions = contributions[is_used]
     total, size = float(contributions.sum()), float(contributions.abs().sum())
-    if record.facts.kl_coef and record.facts.kl_estimator == "k3":
+    if record.facts.kl_coef and record.facts.level == "token":
         weights = terms.weights[:, 0] / terms.inputs.lengths.clamp(min=1)
-        kl = record.facts.kl_coef * (weights * rows.kl_reference)[is_used]
+        of_rows = rows.kl_reference
+        if record.facts.kl_estimator == "k1":
+            of_rows = rows.logprob - rows.reference
+        kl = record.facts.kl_coef * (weights * of_rows)[is_used]
         total += float(kl.sum())
         size += float(kl.abs().sum())
     return total, size

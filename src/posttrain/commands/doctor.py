@@ -1,0 +1,101 @@
+"""``posttrain doctor``: what is wrong with a run, what is worth a look, and what only looks wrong.
+
+Only the standard library is imported here until it runs (see ``cli``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from posttrain.commands.options import CommandOptions, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.runs.diagnosis.diagnose import Diagnosis
+    from posttrain.runs.diagnosis.findings import RunFinding
+
+EPILOG = """\
+  fault        the records prove it: what was logged is not what they give
+  level        often seen with trouble, no proof; the line says what decides
+  explanation  looks wrong and is not, or could not be read
+exit code: 1 if there is a fault, else 0; 2 if the run cannot be read
+  posttrain doctor mine
+  posttrain doctor runs/mine --json
+"""
+
+OPTIONS = CommandOptions(
+    option("run", metavar="RUN", help="a run: finished, running or interrupted; it is only read"),
+    usage="posttrain doctor RUN [options]",
+    epilog=EPILOG,
+)
+STYLES = {"fault": "red", "level": "yellow", "explanation": "dim"}
+TITLES = {
+    "fault": "faults",
+    "level": "levels (no proof of a fault)",
+    "explanation": "no fault",
+}
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the findings about a run; 1 if one is a fault."""
+    from dataclasses import asdict
+
+    from posttrain.runs.diagnosis.diagnose import diagnose_run
+    from posttrain.runs.directory import find_run
+    from posttrain.terminal.console import open_console, print_json
+
+    folder = find_run(arguments.runs_dir, arguments.run)
+    done = diagnose_run(folder)
+    content = {
+        "run": str(folder),
+        "state": done.state,
+        "step": done.step,
+        "steps": done.steps,
+        "updates": done.num_records,
+        "findings": [asdict(one) for one in done.findings],
+    }
+    if not print_json(content):
+        _print_diagnosis(open_console(), str(folder), done)
+    return int(bool(done.of("fault")))
+
+
+def _print_diagnosis(console: Console, folder: str, done: Diagnosis) -> None:
+    from posttrain.terminal.console import say
+
+    say(console, f"{folder}: {done.state}, step {done.step:,} of {done.steps:,}; {_describe_books(done)}", "bold")
+    for kind, title in TITLES.items():
+        findings = done.of(kind)
+        if findings:
+            say(console, f"\n{title}", STYLES[kind])
+        for one in findings:
+            _print_finding(console, one)
+
+
+def _describe_books(done: Diagnosis) -> str:
+    from posttrain.terminal.console import pluralize
+
+    if not done.num_records:
+        return "no records of updates"
+    read = f"{pluralize(done.num_records, 'update')} checked"
+    if done.of("fault"):
+        return f"{read}, {pluralize(len(done.of('fault')), 'fault')}"
+    return f"{read}, all balance"
+
+
+def _print_finding(console: Console, one: RunFinding) -> None:
+    from posttrain.terminal.console import say
+
+    place = ""
+    if one.step is not None:
+        place = f", step {one.step:,}"
+    if one.num_updates > 1:
+        place = f"{place} and {one.num_updates - 1:,} more"
+    say(console, f"  {one.check}{place}: expected {one.expected}, found {one.found}")
+    if one.kind == "explanation":
+        say(console, f"    why: {one.decided_by}", "dim")
+        return
+    if one.causes:
+        say(console, f"    causes: {'; '.join(one.causes)}", "dim")
+    say(console, f"    to decide: {one.decided_by}", "dim")
