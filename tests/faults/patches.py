@@ -169,6 +169,8 @@ def of_pieces(divide: bool) -> Patch:
             pieces = list(over(self, batch, forward))
             for micro in pieces:
                 own = micro.part.weights
+                if own is None:  # a pass that fills a field, not one of an update
+                    continue
                 micro.part.weights = own / own.sum() / (len(pieces) if divide else 1)
             yield from pieces
 
