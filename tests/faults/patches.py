@@ -169,7 +169,7 @@ def of_pieces(divide: bool) -> Patch:
             pieces = list(over(self, batch, forward))
             for micro in pieces:
                 own = micro.part.weights
-                if own is None:  # a pass that fills a field, not one of an update
+                if own is None:  # rows that are only scored
                     continue
                 micro.part.weights = own / own.sum() / (len(pieces) if divide else 1)
             yield from pieces
