@@ -6,6 +6,7 @@ from typing import Any
 
 TRAINER = {"old_logprobs": "trainer"}
 SHORT = {"max_tokens": 8}
+CUT_OFF = {"max_tokens": 20, "temperature": 1.3, "mask_truncated": True}
 SHARED = {"steps": 4, "ppo_epochs": 2, "num_minibatches": 2}
 LORA = {"adapter": {"rank": 2}}
 JUDGING = {"label_above": 0.25, "group_size": 6, "max_tokens": 8}
@@ -93,9 +94,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ahead, corrected": grpo(
         correction="token_tis", rollout=SHORT | TRAINER | {"staleness": 2}, train={"steps": 6, "num_minibatches": 2}
     ),
-    "masked truncated": grpo(rollout={"max_tokens": 40, "mask_truncated": True}),
+    "masked truncated": grpo(whole=True, model={"name": "tiny-sft"}, rollout=CUT_OFF),
     "masked truncated, returns": grpo(
-        objective="reinforce", advantage="return_to_go", rollout={"max_tokens": 40, "mask_truncated": True}
+        objective="reinforce", advantage="return_to_go", whole=True, model={"name": "tiny-sft"}, rollout=CUT_OFF
     ),
     "dropped uniform groups": grpo(rollout=SHORT | {"drop_uniform_groups": True}, rewards=["small_runs:many_vowels"]),
     "idle rows": grpo(rewards=["small_runs:many_vowels"], train={"steps": 6}),

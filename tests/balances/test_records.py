@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from balanced_runs import read_run
 from closeness import approx
 from posttrain.balances.checks import check_balances, read_balances
 from posttrain.balances.limits import kl_limit
-from posttrain.balances.record import StepRecord
+from posttrain.balances.of_answers import surprise_of
+from posttrain.balances.record import StepRecord, TokenRecord
 from posttrain.errors import DataError, Unbalanced
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training import advantages
@@ -188,3 +191,25 @@ def test_an_objective_from_outside_says_that_it_has_no_balance(tmp_path: Path) -
     assert {"loss", "weights", "advantage", "tokens"} <= read.worst.keys()
     assert "gradient" not in read.worst
     assert [n for n in read.notices if n.startswith("balances: objective small_runs:plain_reinforce is from outside")]
+
+
+@pytest.mark.parametrize("doubt", [1e-2, 1e-3])
+def test_draws_of_a_sure_model_are_no_surprise(doubt: float) -> None:
+    """Tokens of probability 1 − ε, of which none, or each as often as it should, is another one; and of another ε."""
+    number = 2000
+    entropy = -(1 - doubt) * math.log1p(-doubt) - doubt * math.log(doubt)
+
+    def deviation(others: int) -> float:
+        logprobs = torch.full((1, number), math.log1p(-doubt), dtype=torch.float64)
+        logprobs[0, :others] = math.log(doubt)
+        mask = torch.ones(1, number, dtype=torch.bool)
+        entropies = torch.full_like(logprobs, entropy)
+        tokens = TokenRecord(mask, torch.zeros(1), logprobs, logprobs, logprobs, {}, entropy=entropies)
+        sums = surprise_of(tokens, torch.tensor([True]))
+        return sums["surprise"] / math.sqrt(sums["surprise_squared"])
+
+    expected = round(number * doubt)
+    spread = math.sqrt(number * doubt * (1 - doubt))
+    assert abs(deviation(expected)) < 1.0
+    assert -expected / spread - 1 < deviation(0) < 0
+    assert deviation(round(expected + 30 * spread)) > 6.0

@@ -13,6 +13,7 @@ from posttrain.errors import PosttrainError
 from posttrain.recipes.recipe import Recipe, load_recipe
 from small_runs import watched
 
+SLOW = pytest.mark.slow
 SETTING = {
     "rollout.num_prompts": "4",
     "rollout.group_size": "8",
@@ -33,7 +34,7 @@ def study_recipe(steps: int, changes: dict[str, dict[str, Any]]) -> Recipe:
     return load_recipe("tiny/grpo", list(options.items())).resolve()
 
 
-@pytest.mark.parametrize("number", STUDY)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=SLOW if f.by > 6 else ()) for n, f in STUDY.items()])
 def test_balances_of_a_fault_name_it(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = STUDY[number]
     recipe = study_recipe(fault.by, fault.changes)

@@ -33,7 +33,7 @@ ADVANTAGE_LIMIT = 1e-5  # advantages are kept in fp32
 UPDATE_LIMIT = 1e-2
 ALIVE = 1e-10  # nats per token: a KL to the reference below is that of the same weights
 MOVED = 1e-4  # the share of their size by which weights have moved before the KL to the reference must show it
-LARGE_SURPRISE = 7.0  # standard deviations
+LARGE_SURPRISE = 6.0  # standard deviations
 
 
 def kl_limit(num_layers: int, *kinds: str) -> float:

@@ -177,11 +177,19 @@ def _duplicates(record: StepRecord, sampling: SamplingFacts) -> Reading:
 
 
 def surprise_of(tokens: TokenRecord, rows: Tensor) -> dict[str, float]:
-    """Return the sums of ``−log p − H`` over the trained tokens of ``rows``, and of its square.
+    """Return the sum of ``−log p − H`` over the trained tokens of ``rows``, and the variance that it must have.
 
     Of tokens that were drawn from the distribution whose entropy is H each has the expectation 0, whatever was before
-    it; their sum divided by the root of the sum of squares is of the size of 1.
+    it. Squares of what was drawn are no measure of the variance: where a model is sure, nearly all of it is in tokens
+    that are hardly ever drawn. With ``ε = 1 − p`` and R the part of the entropy that all other tokens have together,
+    their second moment is at least ``R² / ε`` (Jensen). The larger of both counts.
     """
     assert tokens.entropy is not None
-    surprise = torch.where(tokens.mask, -tokens.logprobs - tokens.entropy, torch.zeros_like(tokens.logprobs))[rows]
-    return {"surprise": float(surprise.sum()), "surprise_squared": float(surprise.square().sum())}
+    p = tokens.logprobs.exp()
+    rest = (tokens.entropy + p * tokens.logprobs).clamp(min=0.0)
+    of_others = rest.square() / (-torch.expm1(tokens.logprobs)).clamp(min=1e-9)
+    estimate = p * tokens.logprobs.square() + of_others - tokens.entropy.square()
+    surprise = -tokens.logprobs - tokens.entropy
+    variance = torch.maximum(surprise.square(), estimate)
+    chosen = tokens.mask & rows[:, None]
+    return {"surprise": float(surprise[chosen].sum()), "surprise_squared": float(variance[chosen].sum())}
