@@ -66,7 +66,7 @@ BOMB = b"a: &a [1,1,1,1,1,1,1,1,1,1]\n" + b"".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 10)}]\n".encode() for i in range(12)
 )
 CONTENTS: list[tuple[str, bytes, str]] = [
-    ("env.json", b"[]", "all of it is"),
+    ("env.json", b"[]", "all of it"),
     ("env.json", DEEP, "RecursionError"),
     ("env.json", b'{"starts": [{"versions": 3}]}', "starts.0.versions is '3'"),
     ("env.json", b'{"recipe": "\\ud800"}', "surrogates not allowed"),
