@@ -34,7 +34,7 @@ TOKENS: dict[str, int] = {
     "acting": 2_432,
     "algorithms": 11_638,
     "api": 17_125,
-    "balances": 18_476,
+    "balances": 18_492,
     "commands": 51_670,
     "conformance": 15_274,
     "data": 66_663,
@@ -48,10 +48,10 @@ TOKENS: dict[str, int] = {
     "reports": 17_276,
     "runs": 30_410,
     "sampling": 48_777,
-    "store": 17_522,
+    "store": 17_594,
     "sweeps": 26_353,
     "terminal": 4_099,
-    "training": 58_048,
+    "training": 58_092,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

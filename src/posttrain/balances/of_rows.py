@@ -150,6 +150,8 @@ def _weights(record: StepRecord, rows: RowSums, lengths: Tensor) -> Reading | No
             return None
         expected = of_token * lengths
         found = rows.weight
+        if bool(found.isnan().all()):
+            return None
     else:
         of_unit = expected_weights(facts.aggregation, lengths.unflatten(0, (-1, each)).sum(dim=1))
         if of_unit is None:

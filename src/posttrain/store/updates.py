@@ -1,7 +1,7 @@
 """The records of updates in ``rollouts.db``: numbers of the update, and columns over its rows.
 
-Columns are packed as little-endian int32 (``answers``, ``tokens``, ``places``, ``computed``) or float32. A file may be
-from an untrusted source: sizes are checked before anything is unpacked.
+Columns are packed as little-endian uint16 or int32 (``WHOLE``), or float32; ``columns`` of the facts says which. A file
+may be from an untrusted source: sizes are checked before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WHOLE = ("answers", "tokens", "places", "computed")
+SIZES = {"H": 2, "i": 4, "f": 4}  # bytes of a number, by its kind
 COLUMN_NAMES = (
     *WHOLE,
     "weight",
@@ -45,24 +46,24 @@ class RecordedUpdate:
 
 def pack_update(record: RecordedUpdate) -> dict[str, object]:
     """Return the columns of a row of the table."""
-    facts = {"update": record.update, "measured": dict(record.measured), "columns": list(record.rows)}
+    kinds = {name: _kind_of(name, values) for name, values in record.rows.items()}
+    packed = [struct.pack(f"<{len(values)}{kinds[name]}", *values) for name, values in record.rows.items()]
+    facts = {"update": record.update, "measured": dict(record.measured), "columns": kinds}
     return {
         "step": record.step,
         "violated": ",".join(record.violated),
         "facts": json.dumps(facts, allow_nan=False, separators=(",", ":")),
-        "rows": pack_rows(record.rows),
+        "rows": b"".join(packed),
     }
 
 
-def pack_rows(columns: Columns) -> bytes:
-    """Return columns of equal length, one after the other."""
-    packed = []
-    for name, values in columns.items():
-        kind = "f"
-        if name in WHOLE:
-            kind = "i"
-        packed.append(struct.pack(f"<{len(values)}{kind}", *values))
-    return b"".join(packed)
+def _kind_of(name: str, values: Sequence[int] | Sequence[float]) -> str:
+    """The smallest kind of number that holds a column, as ``struct`` names it."""
+    if name not in WHOLE:
+        return "f"
+    if max(values, default=0) < 1 << 16 and min(values, default=0) >= 0:
+        return "H"
+    return "i"
 
 
 def unpack_update(step: int, violated: str, facts: str, rows: bytes) -> RecordedUpdate:
@@ -72,18 +73,18 @@ def unpack_update(step: int, violated: str, facts: str, rows: bytes) -> Recorded
         ValueError, TypeError, KeyError, struct.error: something else.
     """
     stored = json.loads(facts)
-    names = [str(name) for name in stored["columns"]]
-    if len(set(names)) != len(names) or not set(names) <= set(COLUMN_NAMES):
+    kinds = {str(name): str(kind) for name, kind in stored["columns"].items()}
+    if not set(kinds) <= set(COLUMN_NAMES) or not set(kinds.values()) <= SIZES.keys():
         raise ValueError("unknown columns")
-    if len(rows) % (4 * max(1, len(names))):
+    width = sum(SIZES[kind] for kind in kinds.values())
+    count = len(rows) // max(1, width)
+    if count * width != len(rows):
         raise ValueError("columns of unequal length")
-    count = len(rows) // (4 * max(1, len(names)))
     columns: dict[str, Sequence[int] | Sequence[float]] = {}
-    for number, name in enumerate(names):
-        kind = "f"
-        if name in WHOLE:
-            kind = "i"
-        columns[name] = struct.unpack_from(f"<{count}{kind}", rows, 4 * count * number)
+    start = 0
+    for name, kind in kinds.items():
+        columns[name] = struct.unpack_from(f"<{count}{kind}", rows, start)
+        start += count * SIZES[kind]
     measured = {str(name): float(value) for name, value in stored["measured"].items()}
     if not all(math.isfinite(value) for value in measured.values()):
         raise ValueError("a number that is not finite")

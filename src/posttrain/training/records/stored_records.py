@@ -17,7 +17,7 @@ from posttrain.errors import DataError
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.store.updates import WHOLE, RecordedUpdate
 
-OF_THESE_WEIGHTS = ("kl_sampler", "kl_reference")  # not those of the first pass over a batch
+OF_AN_UPDATE = ("weight", "kl_sampler", "kl_reference")  # not as in the first pass over a batch, and kept of it alone
 FACTS = "balances"  # the key of the file's table ``about``
 
 
@@ -116,7 +116,7 @@ def _sums_of(update: RecordedUpdate, earlier: dict[int, dict[str, float]]) -> Ro
 
     def column(name: str, missing: float) -> Tensor:
         values = columns.get(name)
-        if values is None and name in OF_THESE_WEIGHTS:
+        if values is None and name in OF_AN_UPDATE:
             values = [missing] * count
         elif values is None:
             values = [earlier.get(int(place), {}).get(name, missing) for place in columns["answers"]]
@@ -129,7 +129,7 @@ def _sums_of(update: RecordedUpdate, earlier: dict[int, dict[str, float]]) -> Ro
         answers=column("answers", -1),
         tokens=column("tokens", 0),
         places=column("places", 0),
-        weight=column("weight", 0.0),
+        weight=column("weight", math.nan),
         value=column("value", 0.0),
         logprob=column("logprob", 0.0),
         advantage=column("advantage", math.nan),

@@ -28,6 +28,7 @@ from posttrain.training.sources import TrainBatch
 from posttrain.types import Batch, Rollout
 
 LARGEST_RATIO = 20.0
+NUM_DIGITS = 10  # of numbers that a record keeps
 NUM_SCORED_AGAIN = 2  # rows, where trainer and sampler have other temperatures
 # Fields of all rows of a batch, of which advantages and the sampler's mismatch are functions.
 OF_WHOLE_BATCHES = ("ref_logprobs", "old_values", "final_values", "old_logprobs", "sampler_logprobs")
@@ -174,9 +175,11 @@ class UpdateRecords:
         if record is None:
             return moved["moved"], []
         measured = {**record.measured, "lr": lr, "grad_norm": norm, **moved}
+        measured = {name: float(f"{x:.{NUM_DIGITS}g}") for name, x in measured.items()}
         of_step = replace(record, rows=None, answers=(), given=(), measured=measured)
         found = check_balances(of_step)
         self.before = replace(record, measured=measured).following()
+        self.before = replace(self.before, moved=float(f"{self.before.moved:.{NUM_DIGITS}g}"))
         measured["moved_so_far"] = self.before.moved
         self._record = replace(record, measured=measured)
         self.end_if_strict(found)
@@ -346,12 +349,12 @@ class UpdateRecords:
 
 def stored_rows(rows: RowSums, *, is_first_pass: bool) -> dict[str, list[int] | list[float]]:
     """Return the columns of a record that a file keeps; of later passes those that are not as in the first."""
-    names = ["weight", "value", "logprob"]
+    names = ["value", "logprob"]
     columns: dict[str, list[int] | list[float]] = {"answers": rows.answers.tolist()}
     if is_first_pass:
         columns["tokens"] = rows.tokens.tolist()
         columns["places"] = rows.places.tolist()
-        names += ["advantage", "uneven", "old", "reference", "kl_sampler", "kl_reference"]
+        names += ["weight", "advantage", "uneven", "old", "reference", "kl_sampler", "kl_reference"]
     for name in names:
         values: Tensor = getattr(rows, name)
         is_needed = not bool(values.isnan().all())

@@ -13,7 +13,7 @@ from posttrain.balances.of_updates import AdamShadow, clip_scale, update_gap
 from posttrain.process_group import own_part
 from posttrain.types import with_float64
 
-NUM_EACH = 256  # of a tensor
+NUM_EACH = 64  # of a tensor
 NOISE = 1e-4  # of an update: moments that a resumed run reads again are rounded to fp32
 
 
