@@ -66,15 +66,15 @@ BOMB = b"a: &a [1,1,1,1,1,1,1,1,1,1]\n" + b"".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 10)}]\n".encode() for i in range(12)
 )
 CONTENTS: list[tuple[str, bytes, str]] = [
-    ("env.json", b"[]", "all of it is"),
+    ("env.json", b"[]", "all of it"),
     ("env.json", DEEP, "RecursionError"),
-    ("env.json", b'{"starts": [{"versions": 3}]}', "starts.0.versions is '3'"),
+    ("env.json", b'{"starts": [{"versions": 3}]}', "starts.0.versions"),
     ("env.json", b'{"recipe": "\\ud800"}', "surrogates not allowed"),
     ("env.json", b"\xff\xfe", "UnicodeDecodeError"),
-    ("status.json", status(step="four"), "step is 'four'"),
-    ("status.json", status(state="splendid"), "state is 'splendid'"),
+    ("status.json", status(step="four"), "step"),
+    ("status.json", status(state="splendid"), "splendid"),
     ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
-    ("status.json", status(primary_metric=["nothing"]), "primary_metric is"),
+    ("status.json", status(primary_metric=["nothing"]), "primary_metric"),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
     ("recipe.yaml", b"train: {steps: 1}\ntrain: {}\n", "recipe.yaml:2: train: this key stands twice"),

@@ -74,6 +74,17 @@ def refuse_or_take(call: Callable[[Any], object], name: str) -> int:
 
 STATISTICS: dict[str, dict[str, Any]] = {
     "area_under_curve": {"positive": [1.0], "negative": [0.0]},
+    "crossed_difference": {"outcomes": [[1.0, 0.0]] * 2, "baseline": [[0.0, 0.0], [1.0, 0.0]]},
+    "crossed_mean": {"outcomes": [[1.0, 0.0], [0.0, 0.0]]},
+    "detectable_difference": {"n": 3, "num_comparisons": 2, "power": 0.7, "level": 0.1},
+    "holm": {"p_values": [0.1, 0.2]},
+    "improvement_interval": {"scores": [[1.0, 2.0]], "baseline": [[0.0, 1.0]], "seed": 1, "num_resamples": 10},
+    "interquartile_interval": {"scores": [[1.0, 2.0]], "seed": 1, "num_resamples": 10},
+    "interquartile_mean": {"scores": [[1.0, 2.0]]},
+    "mean_height": {"curve": [(0.0, 1.0), (1.0, 2.0)]},
+    "probability_of_improvement": {"scores": [[1.0, 2.0]], "baseline": [[0.0, 1.0]]},
+    "seed_difference": {"values": [1.0, 2.0], "baseline": [0.0, 1.0]},
+    "steps_to": {"curve": [(0.0, 1.0), (1.0, 2.0)], "threshold": 0.5},
     "best_of_n": {"scores": [1.0, 2.0], "correct": [1.0, 0.0], "k": 1},
     "half_width": {"values": [1.0, 2.0]},
     "item_interval": {"values": [0.5, 1.0], "draws": 2.0},
@@ -100,7 +111,7 @@ def test_statistics_refuse_arguments_of_other_types_by_name() -> None:
                 return own(**{**others, named: value})
 
             refused = refuse_or_take(call, f"{name} {argument}")
-            assert refused >= 12, (name, argument)
+            assert refused >= 12, (name, argument, refused)
         with pytest.raises(UsageError, match=rf"statistics\.{name}: "):
             function(**{**arguments, argument: object()})
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import posttrain as pt
-from balances.test_records import recipe_of
+from balances.test_records_of_updates import recipe_of
 from closeness import approx
 from faults.patches import STUDY
 from old_runs import copy_old_run

@@ -188,7 +188,7 @@ def test_of_one_seed_or_equal_ones_the_interval_is_that_over_the_problems() -> N
     ("key", "values", "places"),
     [
         ("train.lr", ["1e-4", "0.01"], {"lr-1e-4": 1e-4, "lr-0.01": 0.01}),
-        ("objective.clip_high", ["0.2", "0.3"], {"clip_high-0.2": 0.2, "clip_high-0.3": 0.3}),
+        ("train.max_grad_norm", ["0.5", "1.0"], {"max_grad_norm-0.5": 0.5, "max_grad_norm-1.0": 1.0}),
         ("train.schedule", ["linear", "cosine"], None),
         ("rollout.drop_uniform_groups", ["true", "false"], None),
     ],

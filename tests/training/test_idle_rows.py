@@ -108,9 +108,9 @@ def test_objective_vanishes_exactly_where_its_registration_says_so(case: Case) -
                 assert float(nearby.abs().max()) == 0.0
 
 
-def test_objectives_that_read_advantages_vanish_with_them_but_for_the_critic() -> None:
+def test_objectives_that_read_advantages_vanish_with_them_but_for_a_critic_and_a_penalty() -> None:
     reads = {case.objective for case in CASES if "advantages" in case.entry.traits["needs"]}
-    assert reads - {case.objective for case in POLICIES} == {"ppo"}
+    assert reads - {case.objective for case in POLICIES} == {"ppo", "dro"}
 
 
 def test_every_objective_of_the_package_says_where_it_vanishes() -> None:

@@ -77,9 +77,10 @@ class Callbacks:
             callback = getattr(self, name)
             if callback is None:
                 continue
-            if isinstance(callback, type) or not callable(callback):
+            is_class = issubclass(type(callback), type)  # isinstance would ask the object itself
+            if is_class or not callable(callback):
                 what = type(callback).__name__
-                if isinstance(callback, type):
+                if is_class:
                     what = f"the class {callback.__name__}"
                 raise UsageError(f"{name}: {what} is no function. Give one of an event: def {name}(event)")
             with reading(name):

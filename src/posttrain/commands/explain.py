@@ -113,7 +113,13 @@ def example_value(annotation: object, default: object) -> str:
         return str(choices[0])
     if default:
         return show_default(default)
-    examples = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
+    examples = {
+        "list": "[NAME]",
+        "int": "8",
+        "float": "0.1",
+        "dict of str, float": "{NAME: 0.1}",
+        "dict": "{key: value}",
+    }
     for kind, example in examples.items():
         if show_type(annotation).startswith(kind):
             return example

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from numbers import Integral
 from typing import ParamSpec, TypeVar
 
 from posttrain.api.parts.part_arguments import bind_arguments, check_part_options
@@ -46,7 +47,7 @@ def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
                 raise UsageError(f"{where}: {shares}: {share} is no share. Give numbers from 0 to 1")
         try:
             return function(**arguments)  # type: ignore[call-arg]
-        except ValueError as error:
+        except (TypeError, ValueError, IndexError) as error:
             raise UsageError(f"{where}: {error}") from None
 
     return checked
@@ -60,6 +61,10 @@ def _checked_arrays(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def checked(*given: P.args, **named: P.kwargs) -> R:
         arguments = bind_arguments(where, signature, given, named)
+        for count in ("seed", "num_resamples"):
+            value = arguments.get(count, 0)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise UsageError(f"{where}: {count}: {type(value).__name__} is no whole number. Give one, such as 0")
         try:
             return function(**arguments)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
