@@ -34,7 +34,7 @@ TOKENS: dict[str, int] = {
     "acting": 2_432,
     "algorithms": 11_638,
     "api": 17_176,
-    "balances": 18_492,
+    "balances": 18_575,
     "commands": 51_675,
     "conformance": 15_274,
     "data": 66_663,
