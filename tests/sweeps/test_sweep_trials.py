@@ -188,7 +188,7 @@ def test_a_trial_in_another_process_and_other_folders_are_refused(
             FakeRunner().run(load_sweep(str(tmp_path / "mine.yaml"), folder=place))
 
 
-def test_the_command_is_posttrain_train(make_plan: MakePlan) -> None:
+def test_the_command_is_posttrain_train(make_plan: MakePlan, no_code_allowed: None) -> None:
     trial = make_plan().trainings[0]
     command = trial_command(trial, True)
     namespace = parse(command[3:])
