@@ -27,7 +27,7 @@ from training_pairs import peak_megabytes
 
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling
-from training import Seconds, StepClock, common_trl_options, kind_of_cpu, our_parts, our_steps
+from training import Seconds, StepClock, common_trl_options, kind_of_cpu, our_parts, our_steps, prompt_ids
 
 RESULTS = Path(__file__).parent / "results" / "known_model.json"
 MODEL = "smollm2-135m"
@@ -78,7 +78,7 @@ def trl_grpo(model: str, steps: int) -> tuple[list[Seconds], float]:
 
     _, parts = our_parts(sampled_recipe(model, PROMPTS, GROUP))
     tokenizer = parts.tokenizer
-    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in parts.source.prompts]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompt_ids(parts.source.prompts)]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     def digits(completions: list[str], **_: Any) -> list[float]:
@@ -140,7 +140,7 @@ def our_sampling(model: str, steps: int, rows: int) -> tuple[list[Seconds], floa
     """Return the seconds of sampling ``rows`` answers in groups of 8, and their tokens."""
     _, parts = our_parts(sampled_recipe(model, rows // GROUP, GROUP))
     sampling = Sampling(max_tokens=NEW_TOKENS, stop_ids=frozenset())
-    prompts = [list(ids) for ids in parts.source.prompts[: rows // GROUP]]
+    prompts = prompt_ids(parts.source.prompts)[: rows // GROUP]
     seconds = []
     for repeat in range(steps + 1):
         keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
@@ -153,7 +153,7 @@ def our_sampling(model: str, steps: int, rows: int) -> tuple[list[Seconds], floa
 def peer_sampling(model: str, steps: int, rows: int) -> tuple[list[Seconds], float]:
     """Return the seconds of ``generate`` with log-probabilities, on the same prompts padded on the left."""
     _, parts = our_parts(sampled_recipe(model, rows // GROUP, GROUP))
-    prompts = [list(ids) for ids in parts.source.prompts[: rows // GROUP]]
+    prompts = prompt_ids(parts.source.prompts)[: rows // GROUP]
     width = max(len(ids) for ids in prompts)
     padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
     real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])

@@ -32,7 +32,7 @@ from posttrain.sampling.rollout import Attempt
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.step import learning_rate
 from posttrain.types import Completion
-from training import common_trl_options, kind_of_cpu
+from training import common_trl_options, kind_of_cpu, prompt_ids
 
 RESULTS = Path(__file__).parent / "results" / "time_to_accuracy.json"
 # By task: its recipe, the share of right answers that ends it, and after how many steps it ends without.
@@ -200,12 +200,13 @@ def run_trl(task: str, seed: int, most_steps: int, target: float) -> Curve:
     parts.model.generation_config.eos_token_id = sorted(parts.answer_ends())
     source = parts.source
     texts = []
-    for ids in source.prompts:
+    all_ids = prompt_ids(source.prompts)
+    for ids in all_ids:
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert tokenizer(text)["input_ids"] == list(ids), f"TRL would read other tokens: {text!r}"
         texts.append(text)
-    examples = [source.task.examples[index] for index in source.kept]
-    columns = {"prompt": texts, "item": list(range(len(texts))), "ids_of_prompt": [list(ids) for ids in source.prompts]}
+    examples = [source.task.examples[index] for index in source.prompts.indices]
+    columns = {"prompt": texts, "item": list(range(len(texts))), "ids_of_prompt": all_ids}
     rows = recipe.rollout.num_prompts * recipe.rollout.group_size
     scaling = {"centered": "none", "normalized": "group"}[recipe.advantage.name]
     base_lr = recipe.train.lr

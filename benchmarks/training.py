@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,28 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
+def prompt_ids(prompts: Any) -> list[list[int]]:
+    """Return the ids of all prompts of a source, which encodes them when they are drawn."""
+    return [list(prompts.draw(place).ids) for place in range(len(prompts.indices))]
+
+
+class CutPrompts:
+    """The prompts of a source that are long enough, cut to ``length`` tokens, in turn."""
+
+    def __init__(self, prompts: Any, length: int) -> None:
+        self.whole = [prompts.draw(place) for place in range(len(prompts.indices))]
+        self.long = [drawn for drawn in self.whole if len(drawn.ids) >= length]
+        self.length = length
+        self.limit = prompts.limit
+        self.indices = prompts.indices
+        self.replaced: set[int] = set()
+
+    def draw(self, place: int) -> Any:
+        """Return the prompt at ``place``, cut."""
+        drawn = self.long[place % len(self.long)]
+        return replace(drawn, ids=drawn.ids[: self.length])
+
+
 def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, TrainerState]:
     """Return the recipe and components of GRPO's step; with ``prompt_tokens`` all prompts have that length."""
     recipe, parts = our_parts(
@@ -130,8 +153,7 @@ def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, TrainerState]:
     )
     source = parts.source
     if prompt_tokens is not None:  # the same prompts on both sides
-        cut = [p[:prompt_tokens] for p in source.prompts if len(p) >= prompt_tokens]
-        source.prompts = [cut[index % len(cut)] for index in range(len(source.prompts))]
+        source.prompts = CutPrompts(source.prompts, prompt_tokens)
     source.sampling = type(source.sampling)(max_tokens=NEW_TOKENS, stop_ids=frozenset())
     return recipe, parts
 
@@ -140,7 +162,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     """One GRPO step: generate, grade, update."""
     recipe, parts = grpo_parts(prompt_tokens)
     source = parts.source
-    info = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
+    info = {"prompt_tokens_mean": statistics.fmean(len(ids) for ids in prompt_ids(source.prompts))}
     if ours_alone:
         return report("grpo", our_steps(recipe, parts, 1, rounds * steps), [], info)
     from datasets import Dataset
@@ -148,7 +170,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
 
     loaded = load_model(ModelSection(name="tiny"), seed=0)
     tokenizer = loaded.tokenizer
-    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in source.prompts]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompt_ids(source.prompts)]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     def digits(completions: list[str], **_: Any) -> list[float]:
