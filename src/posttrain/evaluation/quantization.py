@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from posttrain.models.load import (
 )
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
+from posttrain.models.written.untrained import find_untrained
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, Component, ModelSection
 from posttrain.sampling.base import Sampling
@@ -158,6 +160,13 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         if scorer is not None:
             template = scorer.template
         task = take_rendered(task, template, before.tokenizer, "--task")
+    parts = find_untrained(before.model, path)
+    if parts is not None and parts.tensors:
+        warnings.warn(
+            f"model.name: {path}: {len(parts.tensors)} tensors of a {parts.architecture} are not in {out}, which holds "
+            "its language model only",
+            stacklevel=2,
+        )
     after = _write(request, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,

@@ -25,9 +25,10 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.precision import choose_kernels
-from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
+from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.trained_heads import forward_with_head
+from posttrain.models.written.untrained import describe_other_parts, note_untrained
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
@@ -308,13 +309,10 @@ def _build_warnings(
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
     inert = describe_inert_options(find_inert_options(recipe, components.needs))
     warnings = [*of_tasks, *unread_parts(components, tasks[0]), *inert, *expected_narrow_bounds(recipe)]
-    if not recipe.trains_scorer:
-        warnings += describe_left_out(models.loaded)
+    warnings += describe_other_parts(models.loaded, is_scorer=recipe.trains_scorer)
     warnings += further_ends(models.tokenizer, template)
     warnings += unused_chat_template(recipe.model.name, models.tokenizer, template)
-    warnings += slow_paths(models.policy, recipe.model.attention)
-    warnings += without_formula(components)
-    return warnings
+    return [*warnings, *slow_paths(models.policy, recipe.model.attention), *without_formula(components)]
 
 
 def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
@@ -582,6 +580,8 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
     elif has_adapter(model):
         refuse_whole_weights(model, loaded.source)
+    elif recipe.model.init is None:
+        note_untrained(model, loaded.source)
     bits = quantized_bits(model)
     if bits is not None and not has_adapter(model):
         raise RecipeError(
