@@ -23,7 +23,8 @@ from posttrain.data.render.template import Template, build_template, further_end
 from posttrain.data.rendered import take_rendered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.config import context_length
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
 from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
