@@ -42,7 +42,7 @@ TOKENS: dict[str, int] = {
     "graders": 38_333,
     "ground": 18_281,
     "interpret": 37_645,
-    "models": 33_278,
+    "models": 33_479,
     "other_names": 5_480,
     "recipes": 10_792,
     "reports": 17_276,
@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 17_594,
     "sweeps": 26_353,
     "terminal": 4_099,
-    "training": 58_092,
+    "training": 58_299,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

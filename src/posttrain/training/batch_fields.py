@@ -22,7 +22,8 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.actor_critic import ActorCritic, state_values
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe

@@ -26,7 +26,8 @@ from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
     from posttrain.data.render.template import Template
-    from posttrain.models.forward.forward import ActorCritic, Forward
+    from posttrain.models.forward.actor_critic import ActorCritic
+    from posttrain.models.forward.forward import Forward
     from posttrain.training.step import Level
     from posttrain.types import Tokenizer
 

@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError
-from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
+from posttrain.models.forward.predictions import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.load import choose_device
 from posttrain.models.published.planned import model_to_plan
 from posttrain.recipes.recipe import Recipe
