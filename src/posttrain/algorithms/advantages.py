@@ -33,8 +33,8 @@ TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
-Parts = Float64[Tensor, "B K"]
-Weights = Float64[Tensor, " K"]
+RewardParts = Float64[Tensor, "B K"]
+PartWeights = Float64[Tensor, " K"]
 Share = Annotated[float, Range(ge=0, le=1)]
 
 WHITEN_EPSILON = 1e-8
@@ -146,7 +146,7 @@ def batch_normalized(
 
 
 @register("advantage", level="parts", min_group=2, scale_free=True)
-def gdpo(parts: Parts, weights: Weights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rows:
+def gdpo(parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rows:
     """Each part of the reward is normalized within its group, then their weighted sum over the whole batch.
 
     ``A_{i,k} = (r_{i,k} − mean_k) / (std_k + ε)`` over the group, ``S_i = Σ_k w_k A_{i,k}``, and
@@ -178,7 +178,7 @@ def gdpo(parts: Parts, weights: Weights, group: Tensor, *, epsilon: Annotated[fl
     return torch.where(counted & (sums != 0), scaled, torch.zeros_like(sums))
 
 
-def _normalized_columns(parts: Parts, epsilon: float) -> Parts:
+def _normalized_columns(parts: RewardParts, epsilon: float) -> RewardParts:
     """``(r − mean) / (std + ε)`` of each column over its values; 0 without a value, or where all values are equal."""
     known = ~parts.isnan()
     counts = known.sum(dim=0)
