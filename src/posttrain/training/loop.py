@@ -41,7 +41,7 @@ from posttrain.store.metrics import (
     learning_warnings,
 )
 from posttrain.store.rollouts import RolloutStore
-from posttrain.training.batch_fields import has_other_prompts
+from posttrain.training.batch_fields import describe_one_prompt
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import (
     Checkpoint,
@@ -53,7 +53,7 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
+from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
@@ -310,29 +310,21 @@ class Loop:
 
     def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
         """Warn once where the loss of this step is not that of the formula, or the run cannot learn."""
-        warnings: dict[str, str] = {}
-        if share := metrics.get(CLAMPED, 0.0):
-            warnings[CLAMPED] = (
-                f"{share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the sampler, "
-                "the reference or the teacher. It is clamped, so that loss and gradient are not those of the formula. "
-                "Check that teacher and reference fit the model and its prompts, or lower train.lr"
-            )
-        if batch is not None and "kl_baseline" in batch.fields and not has_other_prompts(batch):
-            warnings["kl_baseline"] = (
-                f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
-                "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
-            )
+        warnings = {CLAMPED: describe_clamped(metrics, self.step)}
+        if batch is not None:
+            warnings["kl_baseline"] = describe_one_prompt(batch, self.step)
         plan = self.plan
         if plan.rollout is not None:
             policy = self.parts.policy
-            narrow = describe_narrow_clip(plan.ratio_bounds, plan.rollout, plan.train, policy, metrics, self.step)
-            if narrow:
-                warnings["clip"] = narrow
+            warnings["clip"] = describe_narrow_clip(
+                plan.ratio_bounds, plan.rollout, plan.train, policy, metrics, self.step
+            )
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
-        for name in warnings.keys() - self.warned:
-            self.warned.add(name)
-            self.observer("notice", {"message": f"{name}: {warnings[name]}"})
+        for name, message in warnings.items():
+            if message and name not in self.warned:
+                self.warned.add(name)
+                self.observer("notice", {"message": f"{name}: {message}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""

@@ -99,6 +99,18 @@ def _refuse(one: Imbalance, earlier: Sequence[Imbalance], which: str, metrics: M
     )
 
 
+def describe_clamped(metrics: Mapping[str, float], step: int) -> str:
+    """Return a warning where log-ratios of a step were clamped; empty if none was."""
+    share = metrics.get(CLAMPED, 0.0)
+    if not share:
+        return ""
+    return (
+        f"{share:.2%} of the trained tokens of step {step} have a log-ratio beyond ±20 to the sampler, the reference "
+        "or the teacher. It is clamped, so that loss and gradient are not those of the formula. Check that teacher and "
+        "reference fit the model and its prompts, or lower train.lr"
+    )
+
+
 def describe_narrow_clip(
     bounds: Mapping[str, float],
     rollout: RolloutSection,
