@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 17_594,
     "sweeps": 26_353,
     "terminal": 4_099,
-    "training": 58_337,
+    "training": 58_372,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
