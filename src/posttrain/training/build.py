@@ -27,6 +27,7 @@ from posttrain.models.load import describe_left_out
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Component, HeadSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -170,7 +171,11 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
     """
     task = build_task(recipe.task)
-    eval_tasks = _tasks_to_evaluate(recipe)
+    eval_tasks: list[Task] = []
+    if recipe.eval.every:
+        from posttrain.training.held_out import build_eval_tasks
+
+        eval_tasks = build_eval_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
@@ -195,7 +200,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), process_group)
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
-    parameters, optimizer = _build_optimizer(recipe, models)
+    parameters, optimizer = _build_optimizer(recipe.optimizer, recipe.train, recipe.head, models)
     facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
     return TrainerState(
         model=models.loaded.model,
@@ -208,7 +213,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source=source,
         grader=prompting.grader,
         engine=engine,
-        origins=origins_of(recipe, models.loaded),
+        origins=origins_of(models.loaded.source, recipe.teacher, recipe.rewards),
         shards=models.shards,
         reference=models.reference,
         evaluator=evaluator,
@@ -235,7 +240,7 @@ def _build_evaluator(
     return Evaluator(
         recipe.eval,
         recipe.train,
-        answer_limit(recipe),
+        answer_limit(recipe.eval, recipe.rollout),
         tasks,
         held_out=held_out,
         method=method,
@@ -244,15 +249,6 @@ def _build_evaluator(
         start=models.reference,
         shape=components.shape,
     )
-
-
-def _tasks_to_evaluate(recipe: Recipe) -> list[Task]:
-    """Return the held-out tasks; none for a recipe that does not evaluate."""
-    if not recipe.eval.every:
-        return []
-    from posttrain.training.held_out import build_eval_tasks
-
-    return build_eval_tasks(recipe)
 
 
 def _dataset_reader(
@@ -290,14 +286,19 @@ def _build_warnings(
     return warnings
 
 
-def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
+def _build_optimizer(
+    component: Component, train: TrainSection, head: HeadSection | None, models: BuiltModels
+) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """Return the trained parameters by name, and their optimizer: over the shards, where the weights are sharded."""
     model: torch.nn.Module = models.loaded.model
     heads = models.heads
     if models.shards is not None:
         model = models.shards.model
         heads = models.shards.heads
-    return build_optimizer(recipe, model, heads)
+    head_lr_ratio = 1.0
+    if head is not None:
+        head_lr_ratio = head.lr_ratio
+    return build_optimizer(component, train, model, heads, head_lr_ratio)
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
@@ -317,7 +318,9 @@ def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -
         if stage is not None:
             template = stage.template
     grader = build_grader(recipe.rewards, template, folder)
-    row_limit = recipe.within(models.context_tokens)
+    row_limit = models.context_tokens
+    if recipe.rollout is not None:
+        row_limit = recipe.rollout.within(row_limit)
     return Prompting(models.tokenizer, models.context_tokens, row_limit, grader, stage)
 
 

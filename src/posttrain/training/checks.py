@@ -148,7 +148,7 @@ def resolve_components(recipe: Recipe) -> Components:
         of_parts=advantage is not None and advantage.traits.get("level") == "parts",
     )
     if recipe.eval.every:
-        eval_components(recipe)
+        eval_components(recipe.task, recipe.eval.tasks)
     tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
     for table in tables:
         for broken, key, message in table(components):

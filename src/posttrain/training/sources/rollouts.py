@@ -85,7 +85,7 @@ class RolloutSource(Source):
         self.tokenizer = tokenizer
         self.engine = engine
         self.stage = stage
-        self.context_tokens = context_tokens = recipe.within(context_tokens)
+        self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
