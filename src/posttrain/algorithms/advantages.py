@@ -146,7 +146,9 @@ def batch_normalized(
 
 
 @register("advantage", level="parts", min_group=2, scale_free=True)
-def gdpo(parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rows:
+def gdpo(
+    parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4
+) -> Rows:
     """Each part of the reward is normalized within its group, then their weighted sum over the whole batch.
 
     ``A_{i,k} = (r_{i,k} − mean_k) / (std_k + ε)`` over the group, ``S_i = Σ_k w_k A_{i,k}``, and
