@@ -62,18 +62,18 @@ def shell_line(line: str) -> str:
 
 def notebook_text(text: str, recorded: Mapping[str, str]) -> str:
     """Return a tutorial as a notebook (nbformat 4.5). ``recorded``: output by the source of a cell."""
-    cells: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     for kind, source in read_blocks(text):
         if kind == "output":
-            cells[-1]["outputs"] = stored_output(source)
+            blocks[-1]["outputs"] = stored_output(source)
             continue
-        cell = {"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}}
+        cell = {"cell_type": kind, "id": f"cell-{len(blocks)}", "metadata": {}}
         cell["source"] = source.splitlines(keepends=True)
         if kind == "code":
             cell |= {"execution_count": None, "outputs": stored_output(recorded.get(source, ""))}
-        cells.append(cell)
+        blocks.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    document = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    document = {"cells": blocks, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
