@@ -65,7 +65,7 @@ def find_untrained(model: Model, source: str) -> UntrainedParts | None:
         model: a causal language model that was loaded from there, not in peft's wrapper.
 
     Raises:
-        UsageError: the tensors of the language model cannot be told from the others.
+        UsageError: the names of the language model's tensors differ from those in the files.
     """
     while is_adapter(source):
         source = base_of(source)
@@ -111,7 +111,8 @@ def describe_other_parts(loaded: LoadedModel, *, is_scorer: bool) -> list[str]:
     parts: UntrainedParts | None = getattr(model, PARTS, None)
     if parts is None or not parts.tensors:
         return lines
-    what = f"{len(parts.tensors)} tensors ({first_names({_group(name) for name in parts.tensors})}) are not trained"
+    groups = first_names(set(map(_group, parts.tensors)))
+    what = f"{len(parts.tensors)} tensors ({groups}) are not trained"
     if is_scorer:
         what += ", and are not in a checkpoint that is a text classifier"
     else:
