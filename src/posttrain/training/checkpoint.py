@@ -119,7 +119,6 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            write_older_keys(aside)
             for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
                 if tensors is not None:
                     save_file(_storable(tensors), aside / f"{name}.safetensors")
@@ -135,10 +134,11 @@ def save_checkpoint(
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
-    """Write the tokenizer, and the ids that end an answer where other programs read them."""
+    """Write the tokenizer, the ids that end an answer where other programs read them, and keys of older readers."""
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
         write_ends(path, tokenizer, ends)
+    write_older_keys(path)
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
