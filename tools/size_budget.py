@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_276,
     "runs": 30_464,
     "sampling": 48_819,
-    "store": 17_594,
+    "store": 17_600,
     "sweeps": 26_353,
     "terminal": 4_369,
     "training": 58_747,
