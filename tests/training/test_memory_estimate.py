@@ -168,7 +168,7 @@ def test_memory_of_unsharded_processes_has_fewer_rows_each() -> None:
     options = [("train.micro_batch_tokens", "100000"), ("rollout.num_prompts", "8"), ("rollout.group_size", "1")]
     options += [("advantage", "raw"), ("prompt.max_prompt_tokens", "64")]
     recipes = [load_recipe("tiny/grpo", [*options, ("scale.processes", number)]).resolve() for number in ("1", "4")]
-    assert [micro_batch(recipe, resolve_components(recipe)).rows for recipe in recipes] == [8, 2]
+    assert [micro_batch(resolve_components(recipe)).rows for recipe in recipes] == [8, 2]
     alone, fourth = (estimate_memory(recipe) for recipe in recipes)
     assert isinstance(alone, Memory)
     assert isinstance(fourth, Memory)

@@ -43,7 +43,14 @@ from posttrain.models.forward.predictions import gpu_memory_of, kept_elements, m
 from posttrain.models.load import choose_device
 from posttrain.models.published.planned import model_to_plan
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import AdapterSection, RolloutSection
+from posttrain.recipes.sections import (
+    AdapterSection,
+    ModelSection,
+    PromptSection,
+    RolloutSection,
+    ScaleSection,
+    TrainSection,
+)
 from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 
@@ -158,7 +165,8 @@ def estimate_memory(recipe: Recipe, gpu_bytes: int | None = None) -> Memory | st
         if gpu_bytes is None:
             device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
             gpu_bytes = gpu_memory_of(device)
-        return memory_of(*model_to_plan(recipe, QK_NORMS), gpu_bytes)
+        model, config = model_to_plan(recipe.model, QK_NORMS)
+        return memory_of(recipe.model_copy(update={"model": model}), config, gpu_bytes)
     except PosttrainError as error:
         return str(error)
 
@@ -183,13 +191,14 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     if adapter is not None:
         low_rank = list(_low_rank(weights, adapter))
         trained = low_rank
-    layout = layout_of(recipe, components)
+    layout = layout_of(recipe.scale, components.samples())
     base = layout.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
-    micro = micro_batch(recipe, components)
+    micro = micro_batch(components)
     logits = 0
     if not components.only_scores:
         logits = _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
-    activations = _activations(recipe, config, micro, size, weights, logits, on_gpu=gpu_memory is not None)
+    layer = _layer_of(config, recipe.model, recipe.train, on_gpu=gpu_memory is not None)
+    activations = _activations(layer, micro, weights, adapter, logits)
     gathered = 0
     if layout.num_parts > 1:
         gathered = _gathered_bytes([*weights, *low_rank], size, trained, config.num_hidden_layers)
@@ -206,6 +215,7 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
         if layout.keeps_whole:
             apart = WeightLayout()  # that copy is not sharded
         reference = apart.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
+    kv_cache, rollouts = _sampling_bytes(components, config, size, gpu_memory)
     return Memory(
         weights=base + layout.held(4 * sum(w.numel for w in low_rank), low_rank),
         gathered=gathered,
@@ -215,17 +225,16 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
         heads=_head_bytes(components, config, critic, layout),
         activations=activations,
         logits=logits,
-        kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
-        rollouts=_rollout_bytes(recipe, components),
+        kv_cache=kv_cache,
+        rollouts=rollouts,
     )
 
 
-def layout_of(recipe: Recipe, components: Components) -> WeightLayout:
-    """Return where the weights of a recipe's run are."""
-    scale = recipe.scale
+def layout_of(scale: ScaleSection, samples: bool) -> WeightLayout:
+    """Return where the weights of a run are; ``samples``: its processes sample with the model themselves."""
     if scale.sharding == "none" or scale.processes == 1:
         return WeightLayout()
-    return WeightLayout(scale.processes, components.samples())
+    return WeightLayout(scale.processes, samples)
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
@@ -245,8 +254,9 @@ def weights_of(config: PretrainedConfig) -> list[Weight]:
     ]
 
 
-def micro_batch(recipe: Recipe, components: Components) -> Micro:
+def micro_batch(components: Components) -> Micro:
     """Return the rows of a micro-batch when all are as long as the recipe allows."""
+    recipe = components.recipe
     train = recipe.train
     rollout = recipe.rollout
     unread = 0 if components.only_scores else 1
@@ -259,7 +269,7 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
         own = answer - unread
         rows = recipe.data.batch_size * unit
     else:
-        prompt, own = longest_row(recipe, rollout)
+        prompt, own = longest_row(rollout, recipe.prompt)
         answer = own
         group = rollout.group_size
         if components.unit == "pair":
@@ -281,9 +291,9 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
     return Micro(count, -(-count // group), prompt, answer - unread, count * own)
 
 
-def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
+def longest_row(rollout: RolloutSection, prompts: PromptSection) -> tuple[int, int]:
     """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
-    prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
+    prompt = prompts.max_prompt_tokens or UNSTATED_PROMPT
     limit = rollout.within(prompt + rollout.max_tokens)
     prompt = min(prompt, limit - 1)
     return prompt, rollout.within(prompt + rollout.max_tokens) - prompt
@@ -370,6 +380,7 @@ class _Layer:
     """
 
     family: str
+    number: int  # of layers like it
     width: int
     heads: int
     queries: int
@@ -380,6 +391,7 @@ class _Layer:
     is_half: bool
     is_fused: bool
     keeps_gelu: bool
+    is_recomputed: bool
 
     @property
     def is_gpt2(self) -> bool:
@@ -409,21 +421,23 @@ class _Layer:
         return 3 * self.inner
 
 
-def _layer_of(recipe: Recipe, config: PretrainedConfig, size: int, *, on_gpu: bool) -> _Layer:
+def _layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> _Layer:
+    size = BYTES[model.dtype]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     num_key_heads = getattr(config, "num_key_value_heads", None) or heads
-    is_autocast = recipe.train.precision == "bf16"
+    is_autocast = train.precision == "bf16"
     is_half = on_gpu and (size == 2 or is_autocast)
     has_kernels = size == 4
     if is_half:
-        has_kernels = not recipe.model.load_bits
+        has_kernels = not model.load_bits
     if config.model_type == "gpt2":
         inner = config.n_inner or 4 * config.n_embd
     else:
         inner = config.intermediate_size
     return _Layer(
         family=config.model_type,
+        number=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,
         queries=heads * head_dim,
@@ -434,22 +448,14 @@ def _layer_of(recipe: Recipe, config: PretrainedConfig, size: int, *, on_gpu: bo
         is_half=is_half,
         is_fused=config.model_type in FAMILIES and has_kernels,
         keeps_gelu=getattr(config, "activation_function", None) == "gelu_new",
+        is_recomputed=train.gradient_checkpointing,
     )
 
 
 def _activations(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    micro: Micro,
-    size: int,
-    weights: list[Weight],
-    logits: int,
-    *,
-    on_gpu: bool,
+    layer: _Layer, micro: Micro, weights: list[Weight], adapter: AdapterSection | None, logits: int
 ) -> int:
     """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
-    layer = _layer_of(recipe, config, size, on_gpu=on_gpu)
-    adapter = recipe.model.adapter
     tokens = _up_to(ROUND_TOKENS, micro.queries)
     if adapter is None:
         of_token = _trained_bytes(layer)
@@ -457,17 +463,17 @@ def _activations(
         factors = [w for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
         of_token = _adapted_bytes(layer, adapter, factors)
     of_layer = _attention_bytes(layer, micro) + tokens * of_token
-    of_layers = of_layer * config.num_hidden_layers
-    if recipe.train.gradient_checkpointing:  # the inputs of the layers, and one layer that is computed again
+    of_layers = of_layer * layer.number
+    if layer.is_recomputed:  # the inputs of the layers, and one layer that is computed again
         gates = 3
         if layer.is_fused:
             gates = 2
-        again = of_layer + gates * layer.inner * size * tokens
-        of_layers = size * layer.width * tokens * config.num_hidden_layers + max(again - logits, 0)
+        again = of_layer + gates * layer.inner * layer.size * tokens
+        of_layers = layer.size * layer.width * tokens * layer.number + max(again - logits, 0)
     num_final = 1
     if adapter is None and not layer.is_gpt2 and not layer.is_fused:
         num_final = 2
-    return int(of_layers + size * layer.width * (num_final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
+    return int(of_layers + layer.size * layer.width * (num_final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
 
 
 def _attention_bytes(layer: _Layer, micro: Micro) -> int:
@@ -546,14 +552,41 @@ def _logits(config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int |
     return int(numbers * config.vocab_size)
 
 
-def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory: int | None) -> int:
-    """Return bytes of the keys and values of each slot that samples, whose columns grow by halves, and of prompts."""
+def _sampling_bytes(
+    components: Components, config: PretrainedConfig, size: int, gpu_memory: int | None
+) -> tuple[int, int]:
+    """Return bytes of the sampler's cache, and of a batch of rollouts in main memory; 0 for a supervised recipe.
+
+    The latter are 9 a token, and 4 for each batch field and the weights.
+    """
+    recipe = components.recipe
     rollout = recipe.rollout
-    if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
-        return 0
-    prompts = -(-rollout.num_prompts // recipe.scale.processes)
+    if rollout is None:
+        return 0, 0
+    row = longest_row(rollout, recipe.prompt)
+    group = 2 if components.unit == "pair" else rollout.group_size
+    fields = components.needs | {"sampler_logprobs"}
+    rollouts = rollout.num_prompts * group * sum(row) * (9 + 4 * (1 + len(fields)))
+    if rollout.engine.name == "vllm":  # the cache is the server's
+        return 0, rollouts
+    return _cache_bytes(rollout, row, recipe.scale.processes, config, size, gpu_memory), rollouts
+
+
+def _cache_bytes(
+    rollout: RolloutSection,
+    row: tuple[int, int],
+    processes: int,
+    config: PretrainedConfig,
+    size: int,
+    gpu_memory: int | None,
+) -> int:
+    """Return bytes of the keys and values of each slot that samples, whose columns grow by halves, and of prompts.
+
+    ``row``: the largest numbers of tokens of a prompt and of its answer.
+    """
+    prompt, answer = row
+    prompts = -(-rollout.num_prompts // processes)
     slots = min(prompts * rollout.group_size, int(rollout.engine.options.get("slots", 64)))
-    prompt, answer = longest_row(recipe, rollout)
     shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group_size > 1
     before = 0 if shares else prompt
     longest = before + answer
@@ -569,13 +602,3 @@ def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * size * tokens)
-
-
-def _rollout_bytes(recipe: Recipe, components: Components) -> int:
-    """Return bytes in main memory: 9 a token of a batch of rollouts, and 4 for each batch field and the weights."""
-    rollout = recipe.rollout
-    if rollout is None:
-        return 0
-    group = 2 if components.unit == "pair" else rollout.group_size
-    fields = components.needs | {"sampler_logprobs"}
-    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(fields)))
