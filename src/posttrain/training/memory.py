@@ -29,6 +29,7 @@ from posttrain.models.forward.kept import (
     activation_bytes,
     layer_of,
     logit_bytes,
+    low_rank,
     up_to,
 )
 from posttrain.models.forward.predictions import gpu_memory_of

@@ -1,8 +1,7 @@
 """Bytes that the trainer's pass keeps between forward and backward, from the configuration of a model.
 
-With N tokens of a micro-batch in the
-trainer's pass (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
-attention widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
+With N tokens of a micro-batch in the trainer's pass (a shared prompt counts once), Q and K slots of queries and keys,
+L layers, width d, MLP width f, attention widths a and k, s bytes of a weight, a layer keeps in bytes:
 
 - the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
   and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
@@ -90,7 +89,7 @@ def low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class KeptLayer:
     """A layer of the model as it is computed: widths in numbers, and ``size``, the bytes of a number of its weights.
 
     ``queries``, ``keys``: of all heads of a token. ``inner``: of the feed-forward part. ``is_half``: products are
@@ -139,7 +138,7 @@ class Layer:
         return 3 * self.inner
 
 
-def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> Layer:
+def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> KeptLayer:
     size = BYTES[model.dtype]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -153,7 +152,7 @@ def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection,
         inner = config.n_inner or 4 * config.n_embd
     else:
         inner = config.intermediate_size
-    return Layer(
+    return KeptLayer(
         family=config.model_type,
         number=config.num_hidden_layers,
         width=config.hidden_size,
@@ -171,7 +170,7 @@ def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection,
 
 
 def activation_bytes(
-    layer: Layer, micro: Micro, weights: list[Weight], adapter: AdapterSection | None, logits: int
+    layer: KeptLayer, micro: Micro, weights: list[Weight], adapter: AdapterSection | None, logits: int
 ) -> int:
     """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
     tokens = up_to(ROUND_TOKENS, micro.queries)
@@ -194,7 +193,7 @@ def activation_bytes(
     return int(of_layers + layer.size * layer.width * (num_final * tokens + up_to(ROUND_TOKENS, micro.trained)))
 
 
-def _attention_bytes(layer: Layer, micro: Micro) -> int:
+def _attention_bytes(layer: KeptLayer, micro: Micro) -> int:
     """Return bytes of queries, keys, values and outputs, of the normalizers, and of the mask where there is one."""
     number = layer.size
     seen = layer.keys
@@ -208,7 +207,7 @@ def _attention_bytes(layer: Layer, micro: Micro) -> int:
     return kept
 
 
-def _trained_bytes(layer: Layer) -> int:
+def _trained_bytes(layer: KeptLayer) -> int:
     """Return bytes that a token leaves in norms and products of a layer, all of whose weights are trained."""
     if layer.is_half and layer.is_fused:
         return layer.size * layer.normed + 2 * 2 * layer.inner + 2 * (2 * layer.width + layer.inner)
@@ -218,7 +217,7 @@ def _trained_bytes(layer: Layer) -> int:
     return layer.size * (layer.inputs + num_norms * layer.normed + layer.between)
 
 
-def _adapted_bytes(layer: Layer, adapter: AdapterSection, factors: list[Weight]) -> int:
+def _adapted_bytes(layer: KeptLayer, adapter: AdapterSection, factors: list[Weight]) -> int:
     """Return bytes that a token leaves in a layer under an adapter, whose first factors are ``factors``."""
     targets = [w.shape[1] for w in factors]
     inner = adapter.rank * len(targets)  # between the two factors
