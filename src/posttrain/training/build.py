@@ -31,7 +31,7 @@ from posttrain.recipes.sections import Component, HeadSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
-from posttrain.training.advantages import AdvantageEstimator
+from posttrain.training.advantages import build_advantage_estimator
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.checkpoint import origins_of
 from posttrain.training.checks import (
@@ -368,7 +368,7 @@ def build_rollout_source(
 
         template = prompting.grader.template
         feedback = Feedback(prompting.tokenizer, template, options.label_above, prompting.context_tokens)
-    advantage_estimator = _build_advantage_estimator(components)
+    advantage_estimator = build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
         from posttrain.training.sources.prefetch import PrefetchSource
@@ -387,22 +387,6 @@ def build_rollout_source(
         fields=fields,
         feedback=feedback,
         stage=prompting.stage,
-    )
-
-
-def _build_advantage_estimator(components: Components) -> AdvantageEstimator:
-    """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
-    recipe = components.recipe
-    if recipe.advantage is None or components.advantage is None:
-        return AdvantageEstimator(None)
-    options = recipe.advantage.options
-    return AdvantageEstimator(
-        components.advantage.bind(options, "advantage"),
-        per_token=components.per_token,
-        per_turn=components.per_turn,
-        bootstrap=bool(options.get("bootstrap", False)),
-        kl=recipe.kl_in_reward,
-        drops_rounding=recipe.train.skip_zero_rows,
     )
 
 

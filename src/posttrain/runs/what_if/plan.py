@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.recipes.document import is_place
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.recipes.sections import DataSection, ModelSection, RolloutSection, TrainSection
+from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import traits_of
 from posttrain.runs.directory import MAX_NAME_CHARS, RunDirectory
 from posttrain.runs.resume import changed_lines, hard_changes
@@ -170,6 +170,7 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
         if change.overrides:
             changed = _change_recipe(directory, recipe, change, plan)
         _check_batch(change, plan, recipe.rollout, recipe.data)
+        _check_reward(change, recipe.advantage)
         for seed in range(num_seeds):
             name = _name_of(change.label, seed, recipes)
             plan.futures.append(Future(name, change.label, seed, list(change.dropped), change.reward))
@@ -371,6 +372,17 @@ def _check_batch(change: Change, plan: WhatIfPlan, rollout: RolloutSection | Non
     if change.reward is not None and rollout is not None and change.reward[1] >= rollout.group_size:
         size = rollout.group_size
         raise UsageError(f"{change.label}: each prompt of the run has {size} answers. Give one from 0 to {size - 1}")
+
+
+def _check_reward(change: Change, advantage: Component | None) -> None:
+    """Refuse another reward where the advantage reads no sum of rewards."""
+    if change.reward is None or advantage is None:
+        return
+    traits = traits_of("advantage", advantage.name)
+    if traits is not None and traits.get("level") == "parts":
+        raise UsageError(
+            f"{change.label}: advantage {advantage.name!r} reads each reward by itself, and no sum. Drop a prompt instead"
+        )
 
 
 def _check_seeds(plan: WhatIfPlan, changes: Sequence[Change], model: ModelSection) -> None:
