@@ -381,7 +381,8 @@ def _check_reward(change: Change, advantage: Component | None) -> None:
     traits = traits_of("advantage", advantage.name)
     if traits is not None and traits.get("level") == "parts":
         raise UsageError(
-            f"{change.label}: advantage {advantage.name!r} reads each reward by itself, and no sum. Drop a prompt instead"
+            f"{change.label}: advantage {advantage.name!r} reads each reward by itself, and no sum. Drop a prompt "
+            "instead"
         )
 
 
