@@ -74,6 +74,7 @@ class Micro:
 
 
 def up_to(multiple: int, number: int) -> int:
+    """Return the least multiple that is not below a number."""
     return -(-number // multiple) * multiple
 
 
@@ -139,6 +140,7 @@ class KeptLayer:
 
 
 def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> KeptLayer:
+    """Return the sizes of a layer that the recipe's ``model`` and ``train`` give this configuration."""
     size = BYTES[model.dtype]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
