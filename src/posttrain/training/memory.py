@@ -27,7 +27,7 @@ from posttrain.models.forward.kept import (
     Micro,
     Weight,
     activation_bytes,
-    layer_of,
+    kept_layer,
     logit_bytes,
     low_rank,
     up_to,
@@ -147,7 +147,7 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
     logits = 0
     if not components.only_scores:
         logits = logit_bytes(config, micro, size, gpu_memory, head_trained=adapter is None)
-    layer = layer_of(config, recipe.model, recipe.train, on_gpu=gpu_memory is not None)
+    layer = kept_layer(config, recipe.model, recipe.train, on_gpu=gpu_memory is not None)
     activations = activation_bytes(layer, micro, weights, adapter, logits)
     gathered = 0
     if layout.num_parts > 1:

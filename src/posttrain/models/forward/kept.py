@@ -139,7 +139,7 @@ class KeptLayer:
         return 3 * self.inner
 
 
-def layer_of(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> KeptLayer:
+def kept_layer(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> KeptLayer:
     """Return the sizes of a layer that the recipe's ``model`` and ``train`` give this configuration."""
     size = BYTES[model.dtype]
     heads = config.num_attention_heads
