@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_288,
     "runs": 30_449,
     "sampling": 48_819,
-    "store": 17_594,
+    "store": 17_600,
     "sweeps": 26_362,
     "terminal": 4_369,
     "training": 57_296,
