@@ -267,6 +267,7 @@ _OPTIONS = {
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")
+_RUN_BODIES = {"export": "sharing.export:run_export"}
 _RUN_BEATS = {"resume": "stdout", "manage": ""}
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
@@ -305,7 +306,8 @@ COMMANDS = {
     "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
-    **{f"runs {name}": Command(text, f"runs:run_{name}", tables=name in ("list", "show", "compare"),
+    **{f"runs {name}": Command(text, _RUN_BODIES.get(name, f"runs:run_{name}"),
+                               tables=name in ("list", "show", "compare"),
                                beats=_RUN_BEATS.get(name, "stderr"))
        for name, text in (
            ("list", "every run: its state, primary metric and size"),
