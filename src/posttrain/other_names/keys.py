@@ -23,6 +23,7 @@ KEYS = {
         "log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu "
         "rollout_max_tokens_per_gpu train_max_tokens_per_gpu train_mb_tokens"
     ),
+    "eval.patience": "early_stopping_patience patience early_stop_patience",
     "train.save_every": (
         "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval checkpoint_state_freq "
         "save_every_steps checkpoint_every weights.interval save_every_n_steps checkpoint_freq save_period "

@@ -544,6 +544,8 @@ class EvalSection(Section):
             the initial model; by default 64 where a reward model pays, else none.
         best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
             is where nothing has a gold answer.
+        patience: so many evaluations in a row without a better primary metric end the run; by default it goes on to
+            its last step.
         loss: also evaluate the loss of held-out demonstrations; by default where these have no gold answer.
         engine: what samples the answers; by default what samples rollouts, in a supervised run the native
             engine.
@@ -561,6 +563,7 @@ class EvalSection(Section):
     top_p: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=1)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
+    patience: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=1)
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
     engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
 
@@ -572,6 +575,8 @@ class EvalSection(Section):
                 raise ValueError(
                     f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
                 )
+        if self.patience is not None and self.every == 0:
+            raise ValueError("'patience' counts evaluations, and there are none; give 'every' a number of steps")
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self
