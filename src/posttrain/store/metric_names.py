@@ -157,8 +157,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("advantage_min", "number", "none", "The smallest of them."),
         Metric("advantage_max", "number", "none", "The largest of them."),
         Metric("return_mean", "number", "none", "Mean of the returns that the critic learns."),
-        Metric("kl_in_reward", "nats", "none", "KL to the reference that the reward is reduced by, per answer.",
-               "KL in the reward"),
+        Metric("kept_tokens", "tokens", "none", "Tokens that top-k, top-p or min-p keep for a draw, the mean. "
+               "Log-probabilities, entropies and KLs of the run are of the distribution over these."),
+        Metric("kept_sets_cut", "share", "lower", "Share of the draws whose set the limit of 512 tokens made smaller."),
+        Metric("kl_in_reward", "nats", "none", "KL to the reference that the reward is reduced by, per answer; of the "
+               "truncated distribution if sampling is truncated.", "KL in the reward"),
         Metric("kl_weight", "number", "none", "Weight of that KL.", "KL weight"),
         Metric("prompts", "count", "none", "Prompts of a part of a mixture (`PART:prompts`) in the batch."),
         Metric("trained", "count", "none", "Those of them that are trained on (`PART:trained`)."),
@@ -168,16 +171,17 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "of −log π over the trained tokens.", of="examples", further=("perplexity", "token_accuracy")),
         Metric("nll", "nats", "lower", "Mean of −log π over the trained tokens; `loss` under `token_mean`.", "NLL"),
         Metric("entropy", "nats", "none", "Entropy of the next token's distribution, the mean over the answers' "
-               "tokens."),
+               "tokens; of the truncated distribution if sampling is truncated (`kept_tokens`)."),
         Metric("ratio", "number", "none", "Ratio of the trained policy's probability to that before the update."),
         Metric("ratio_distance", "number", "none", "Distance of that ratio from 1, the mean; rounding at the first "
                "update of a batch of answers."),
         Metric("clip_fraction", "share", "none", "Share of the tokens whose ratio is clipped."),
-        Metric("kl_ref", "nats", "none", "KL to the reference model per token, the k3 estimate.", "KL to reference"),
+        Metric("kl_ref", "nats", "none", "KL to the reference model per token, the k3 estimate; of the truncated "
+               "distributions if sampling is truncated.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL from the sampler to the trainer per token (k3): rounding alone, "
                "unless samples are reused.", "KL to sampler"),
-        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated from the sampled tokens.",
-               "KL to teacher"),
+        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated from the sampled tokens; of "
+               "the truncated distributions if sampling is truncated.", "KL to teacher"),
         Metric("effective_sample_size", "share", "higher", "Share of the tokens that the importance weights between "
                "sampler and trainer leave."),
         Metric("correction", "number", "none", "Weight of the correction of sampler and trainer, the mean."),

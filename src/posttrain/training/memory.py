@@ -44,6 +44,8 @@ from posttrain.models.load import choose_device
 from posttrain.models.published.planned import model_to_plan
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
+from posttrain.sampling.base import MOST_KEPT
+from posttrain.training.batch_fields import replays_sets
 from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 
@@ -572,10 +574,16 @@ def _cache_bytes(recipe: Recipe, config: PretrainedConfig, size: int, gpu_memory
 
 
 def _rollout_bytes(recipe: Recipe, components: Components) -> int:
-    """Return bytes in main memory: 9 a token of a batch of rollouts, and 4 for each batch field and the weights."""
+    """Return bytes in main memory: 9 a token of a batch of rollouts, and 4 for each batch field and the weights.
+
+    Where truncation's kept sets are replayed, a token has two numbers of 8 bytes, and its set at most 512 of 4.
+    """
     rollout = recipe.rollout
     if rollout is None:
         return 0
     group = 2 if components.unit == "pair" else rollout.group_size
     fields = components.needs | {"sampler_logprobs"}
-    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(fields)))
+    each = 9 + 4 * (1 + len(fields))
+    if replays_sets(rollout, components.needs):
+        each += 16 + 4 * min(rollout.top_k or MOST_KEPT, MOST_KEPT)
+    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * each

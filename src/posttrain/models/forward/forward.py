@@ -35,6 +35,7 @@ KEPT_ELEMENTS = 1 << 27
 # On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
 LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
+FAR_BELOW = -1e30  # a logit whose probability is 0, and finite: 0 times it is 0
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
 T = TypeVar("T")
@@ -213,7 +214,7 @@ class Forward:
         if states.predicting is None:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
         candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
-        logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates)
+        logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates, self._kept_of(batch))
         return (
             states.spread(logprobs),
             None if entropies is None else states.spread(entropies),
@@ -353,17 +354,34 @@ class Forward:
         assert states.reading is not None
         return states.spread(self.head(states.reading))
 
+    def _kept_of(self, batch: Batch) -> Tensor | None:
+        """``int32 [M, K]``: the sets of the trained tokens, filled up with -1; None: the whole vocabulary."""
+        if batch.kept is None:
+            return None
+        return batch.kept.dense(self._as_read(batch).mask.cpu()).to(self.device)
+
     def _predictions(
-        self, states: States, entropy: Entropy, candidates: Tensor | None = None
+        self, states: States, entropy: Entropy, candidates: Tensor | None = None, sets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``."""
+        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``.
+
+        Of tokens with a set in ``sets [num_targets, K]`` they are those of the distribution over the set.
+        """
+        assert candidates is None or sets is None, "a recipe with both is refused"
         extra: tuple[Tensor, ...] = ()
-        if candidates is not None:  # M is rounded up
-            missing = len(states.targets) - len(candidates)
-            extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
+        of_tokens = sets if candidates is None else candidates
+        if of_tokens is not None:  # M is rounded up
+            missing = len(states.targets) - len(of_tokens)
+            filler = of_tokens.new_full((missing, of_tokens.shape[1]), 0 if sets is None else -1)
+            extra = (torch.cat([of_tokens, filler]),)
+        is_whole = sets is not None and bool((sets < 0).all(dim=1).any())
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            per_token: tuple[Tensor | None, ...]
+            if sets is None:
+                per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            else:
+                per_token = self._score_kept(states.project(part), ids[0], ids[1], entropy, is_whole)
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -388,6 +406,27 @@ class Forward:
         if candidates is None:
             return logprobs, entropies, None
         return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
+
+    def _score_kept(
+        self, logits: Tensor, targets: Tensor, kept: Tensor, entropy: Entropy, is_whole: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies ``[M]`` over the sets ``kept [M, K]``; ``is_whole``: some tokens have none."""
+        limit = logits.shape[1]
+        if self.restricts_targets and self.num_ids is not None:
+            limit = self.num_ids
+        is_member = (kept >= 0) & (kept < limit)
+        inside = logits.gather(1, kept.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW)
+        is_target = is_member & (kept == targets[:, None])
+        places = is_target.int().argmax(dim=1)
+        logprobs, entropies, _ = score_logits(inside, places, self.temperature, entropy)
+        logprobs = logprobs.masked_fill(~is_target.any(dim=1), LOG_ZERO)
+        if not is_whole:
+            return logprobs, entropies
+        has_none = (kept < 0).all(dim=1)
+        whole, of_whole, _ = self._score(logits, targets, entropy)
+        if entropies is not None and of_whole is not None:
+            entropies = torch.where(has_none, of_whole, entropies)
+        return torch.where(has_none, whole, logprobs), entropies
 
     def _in_chunks(
         self,
