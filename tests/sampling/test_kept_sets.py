@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import make_keys, make_prompts
 from torch import Tensor
 
 from closeness import OF_TINY_RANDOM, approx, assert_close, rounding
@@ -16,7 +17,6 @@ from posttrain.sampling.base import MOST_KEPT, Conversation, Engine, Reply, Samp
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.sampler import DrawnSets, draw_kept, truncate
 from posttrain.types import KeptSets
-from reference import make_keys, make_prompts
 from refusing import refuses
 from tiny_random import build_tiny_random
 

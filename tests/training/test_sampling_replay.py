@@ -24,7 +24,7 @@ from posttrain.training.sources import stored
 from posttrain.training.step import accumulate
 from posttrain.types import Batch, KeptSets, Sample, collate
 from refusing import refuses
-from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, save_perturbed, steps_of, untimed
+from small_runs import one_layer_recipe, recorded, run, same_bits, save_perturbed, saved_tensors, steps_of, untimed
 from tiny_random import build_tiny_random
 
 CUT = {"top_p": 0.8, "top_k": 12}
@@ -90,7 +90,7 @@ def test_forward_over_kept_sets_logprobs_and_gradient_are_those_of_float64(archi
 
 
 @pytest.mark.parametrize("is_head_fixed", [False, True])
-def test_forward_over_kept_sets_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch, is_head_fixed: bool) -> None:
+def test_forward_over_kept_sets_in_chunks_equals_whole(monkeypatch: pytest.MonkeyPatch, is_head_fixed: bool) -> None:
     """Chunks of three tokens: kept for the backward pass, computed again, or with slopes under a fixed head."""
     batch = collate(made_up_rows())
     found = []
@@ -309,7 +309,7 @@ def test_teacher_of_on_policy_distillation_is_read_over_the_sets(tmp_path: Path)
 
 
 def test_rows_of_a_buffer_without_sets_are_read_as_before(tmp_path: Path) -> None:
-    batch, tensors = sampled_batch()
+    _, tensors = sampled_batch()
     without = {name: x for name, x in tensors.items() if not name.startswith("kept.")}
     assert stored.read_batch(without, 1, 768).kept is None
     with pytest.raises(KeyError):

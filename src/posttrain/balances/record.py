@@ -56,9 +56,9 @@ class SamplingFacts:
     rewards: weight of each part; None where it is not known. max_tokens, context: limits of an answer, and of prompt
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
     every answer is trained on. redraws: further prompts replace groups of equal rewards. is_cut: of a part of the
-    distribution, where log-probabilities are of the whole; replays: where they are over the sets of the answers, of at most
-    most_kept tokens. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the temperature of
-    sampling. draws: False of an engine that answers from a script.
+    distribution, where log-probabilities are of the whole; replays: where they are over the sets of the answers, of at
+    most most_kept tokens. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the
+    temperature of sampling. draws: False of an engine that answers from a script.
     """
 
     num_prompts: int

@@ -30,9 +30,10 @@ class Sampling:
     times the largest probability, of these the ``top_k`` likeliest, and of these the likeliest that have ``top_p``
     together, as vLLM does. Log-probabilities are those of the full distribution at ``temperature`` (at 1 when greedy),
     before truncation. With ``keeps_sets`` completions have their kept sets, at most ``MOST_KEPT`` tokens each, and
-    log-probabilities are over these. Generation ends at any of ``stop_ids`` (the completion's last id) or after ``max_tokens``. ``max_total_tokens``: limit of prompt and
-    completion together. ``max_turn_tokens``: limit of each of several turns; ``max_tokens`` is then that of all turns
-    and replies. ``num_tokens``: ids from here on have no text and are never drawn.
+    log-probabilities are over these. Generation ends at any of ``stop_ids`` (the completion's last id) or after
+    ``max_tokens``. ``max_total_tokens``: limit of prompt and completion together. ``max_turn_tokens``: limit of each of
+    several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here on have no text
+    and are never drawn.
     """
 
     max_tokens: int

@@ -410,7 +410,7 @@ class Forward:
     def _score_kept(
         self, logits: Tensor, targets: Tensor, kept: Tensor, entropy: Entropy, is_whole: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies ``[M]`` over the sets ``kept [M, K]``; ``is_whole``: some tokens have none."""
+        """Log-probabilities and entropies ``[M]`` over the sets ``kept [M, K]``; ``is_whole``: some have none."""
         limit = logits.shape[1]
         if self.restricts_targets and self.num_ids is not None:
             limit = self.num_ids

@@ -144,8 +144,9 @@ def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
 def truncate(probabilities: Tensor, top_k: int | None, top_p: float, min_p: float = 0.0) -> Tensor:
     """Set ``probabilities [R, V]`` to 0 outside the ``top_k`` most probable and the nucleus (Holtzman et al. 2020).
 
-    Before, those below ``min_p`` times the largest are set to 0 (Nguyen et al. 2024, eq. 2). The nucleus: the smallest set of most probable tokens, at least one, whose mass reaches ``top_p``; with both, of the
-    renormalized top k. Ties are broken by the smaller id. The result is not renormalized.
+    Before, those below ``min_p`` times the largest are set to 0 (Nguyen et al. 2024, eq. 2). The nucleus: the smallest
+    set of most probable tokens, at least one, whose mass reaches ``top_p`` of what was kept so far. Ties are broken by
+    the smaller id. The result is not renormalized.
     """
     size = probabilities.shape[-1]
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -40,7 +40,7 @@ IDLE_SHARE = 1 / 16
 
 
 class DrawnSteps:
-    """What several steps drew, on the host: ids and log-probabilities by step and row, and the sets where they are kept.
+    """What several steps drew, on the host: ids and log-probabilities by step and row, and sets where they are kept.
 
     Args:
         ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` of ``draw_kept``, or None.
@@ -178,7 +178,7 @@ class Schedule:
         return DrawnSteps(torch.stack(ids), torch.stack(probabilities), torch.stack(sets) if sets else None)
 
     def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the next token of the first R slots, its probability and, where they are kept, its set (``draw_kept``).
+        """Return the next token of the first R slots, its probability and, if sets are kept, its set (``draw_kept``).
 
         ``drawn [R]`` tokens were drawn before.
         """
