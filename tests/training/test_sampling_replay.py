@@ -15,8 +15,9 @@ from closeness import OF_TINY_RANDOM, allclose, approx, rounding
 from posttrain.balances.findings import Reading
 from posttrain.balances.of_answers import read_answers
 from posttrain.errors import DataError, EngineMismatch, RecipeError
-from posttrain.models.forward import forward as forward_module
-from posttrain.models.forward.forward import LOG_ZERO, Forward
+from posttrain.models.forward import predictions
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.predictions import LOG_ZERO
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.build import prepare
 from posttrain.training.records.stored_records import read_run_records
@@ -95,8 +96,8 @@ def test_forward_over_kept_sets_in_chunks_equals_whole(monkeypatch: pytest.Monke
     batch = collate(made_up_rows())
     found = []
     for limit in (1 << 24, 900):
-        monkeypatch.setattr(forward_module, "MAX_LOGIT_ELEMENTS", limit)
-        monkeypatch.setattr(forward_module, "KEPT_ELEMENTS", 2 * limit)
+        monkeypatch.setattr(predictions, "MAX_LOGIT_ELEMENTS", limit)
+        monkeypatch.setattr(predictions, "KEPT_ELEMENTS", 2 * limit)
         model = build_tiny_random("qwen3", tie_word_embeddings=False)
         model.get_output_embeddings().requires_grad_(not is_head_fixed)
         outputs = Forward(model, TEMPERATURE)(batch)

@@ -11,6 +11,9 @@ state after the last trained token where the completion was cut off and not rewa
 ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained tokens need not be contiguous: a step leads
 from one trained token to the next of its row; tokens between (such as a tool's answer) have no step, discount or
 reward.
+
+Per part (``level="parts"``): from the unweighted parts of the rewards of one batch ``float64 [B, K]`` (NaN where a part
+has no value), their weights ``[K]`` and the number of each answer's prompt ``int64 [B]``, to ``[B]``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
+RewardParts = Float64[Tensor, "B K"]
+PartWeights = Float64[Tensor, " K"]
 Share = Annotated[float, Range(ge=0, le=1)]
 
 WHITEN_EPSILON = 1e-8
@@ -138,6 +143,53 @@ def batch_normalized(
     centred = centred - centred.mean()
     std = centred.std(correction=0)
     return centred / (std + epsilon) if bool(std > 0) else torch.zeros_like(centred)
+
+
+@register("advantage", level="parts", min_group=2, scale_free=True)
+def gdpo(
+    parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4
+) -> Rows:
+    """Each part of the reward is normalized within its group, then their weighted sum over the whole batch.
+
+    ``A_{i,k} = (r_{i,k} − mean_k) / (std_k + ε)`` over the group, ``S_i = Σ_k w_k A_{i,k}``, and
+    ``A_i = (S_i − mean(S)) / (std(S) + ε)`` over the answers of the batch.
+
+    GDPO (Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization", arXiv 2601.05242, section
+    3). The sum of rewards hides which of them an answer has: (1, 0) and (0, 1) are equal for ``normalized``. Both
+    standard deviations have ddof = 1, and each answer counts once, whatever its length.
+
+    Where a part has no value (NaN), the answer takes no part in its mean and std, and the part adds nothing to S. An
+    answer without any value has A = 0 and does not count in the batch. Parts that are equal within a group add exactly
+    0, and an answer with S = 0 keeps A = 0: the mean of S is 0 but for rounding.
+
+    What goes wrong: In a group where a part differs by very little, the difference is scaled up to full size. Watch
+    ``reward/NAME`` of each part; a part with a small weight may decide the update once the others are learned.
+
+    Args:
+        epsilon: ε, in units of a part and of S.
+    """
+    scores = torch.zeros_like(parts)
+    for number in group.unique():
+        rows = group == number
+        scores[rows] = _normalized_columns(parts[rows], epsilon)
+    sums = (scores * weights).sum(dim=1)
+    counted = ~parts.isnan().all(dim=1)
+    if int(counted.sum()) < 2:
+        return torch.zeros_like(sums)
+    scaled = (sums - sums[counted].mean()) / (sums[counted].std(correction=1) + epsilon)
+    return torch.where(counted & (sums != 0), scaled, torch.zeros_like(sums))
+
+
+def _normalized_columns(parts: RewardParts, epsilon: float) -> RewardParts:
+    """``(r − mean) / (std + ε)`` of each column over its values; 0 without a value, or where all values are equal."""
+    known = ~parts.isnan()
+    counts = known.sum(dim=0)
+    centred = parts - parts.nanmean(dim=0)
+    squares = torch.where(known, centred.square(), torch.zeros_like(parts)).sum(dim=0)
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    highest = torch.where(known, parts, torch.full_like(parts, -torch.inf)).amax(dim=0)
+    lowest = torch.where(known, parts, torch.full_like(parts, torch.inf)).amin(dim=0)
+    return torch.where(known & (highest > lowest), centred / (std + epsilon), torch.zeros_like(parts))
 
 
 @register("advantage", level="turn", min_group=2)

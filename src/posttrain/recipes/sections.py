@@ -346,6 +346,12 @@ class RolloutSection(Section):
         """True if answers are drawn from a part of the distribution."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
+    def within(self, context: int) -> int:
+        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
+        if self.max_total_tokens is None:
+            return context
+        return min(context, self.max_total_tokens)
+
 
 # Default limits of a rollout of several turns.
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
