@@ -145,7 +145,7 @@ class Completion:
     ``ids`` include the end token when ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) are taken at the sampling
     temperature: of the whole distribution, before truncation by top-k or top-p, or with ``kept`` of what truncation
     left. ``version``: number of updates of the weights that drew them. ``own``: of several turns, which ids the model
-    wrote; the environment's have log-probability 0. None: all. ``kept``: None where nobody asked for them.
+    wrote; the environment's have log-probability 0. None: all. ``kept``: None if they were not asked for.
     """
 
     ids: tuple[int, ...]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from balanced_runs import read_run
-from closeness import OF_TINY_RANDOM, allclose, approx, rounding
+from closeness import OF_EMBEDDED, OF_TINY_RANDOM, allclose, approx, rounding
 from posttrain.balances.findings import Reading
 from posttrain.balances.of_answers import read_answers
 from posttrain.errors import DataError, EngineMismatch, RecipeError
 from posttrain.models.forward import predictions
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.predictions import LOG_ZERO
+from posttrain.recipes.recipe import load_recipe
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.build import prepare
 from posttrain.training.records.stored_records import read_run_records
@@ -126,11 +127,21 @@ def test_first_update_under_truncation_has_ratio_one(tmp_path: Path, options: di
     assert read.violated == {}
     assert {"sampler", "kept_sets", "draws"} <= set(read.worst), "none is left out for truncation"
     first, second = steps_of(tmp_path)
-    assert first["ratio_distance"] == approx(0.0, abs=1e-6)
+    assert first["ratio_distance"] == approx(0.0, abs=OF_EMBEDDED / 8), "one deviation"
     assert first["kl_ref"] == approx(0.0, abs=1e-10)
     assert second["kl_ref"] > 1e-6
     assert 1.0 < first["kept_tokens"] < 768
     assert ("top_k" in options) <= (first["kept_sets_cut"] == 0.0)
+
+
+def test_first_update_of_the_packaged_model_has_ratio_one_to_a_millionth(tmp_path: Path) -> None:
+    """The recipe's own model, prompts and sampling, as they are used: logits are below 20."""
+    changes = {"train.steps": "1", "eval.every": "0", "rollout.num_prompts": "4", "rollout.top_p": "0.95"}
+    recipe = load_recipe("tiny/grpo", [*changes.items(), ("rollout.top_k", "20")])
+    run(tmp_path, recipe.resolve())
+    (only,) = steps_of(tmp_path)
+    assert only["ratio_distance"] == approx(0.0, abs=1e-6)
+    assert only["kl_sampler"] == approx(0.0, abs=3e-12)
 
 
 def test_trained_logprobs_of_reference_and_old_policy_are_over_the_sets(tmp_path: Path) -> None:

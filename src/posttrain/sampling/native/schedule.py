@@ -40,7 +40,7 @@ IDLE_SHARE = 1 / 16
 
 
 class DrawnSteps:
-    """What several steps drew, on the host: ids and log-probabilities by step and row, and sets where they are kept.
+    """The draws of several steps, on the host: ids and log-probabilities by step and row, and sets where they are kept.
 
     Args:
         ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` of ``draw_kept``, or None.
