@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_276,
     "runs": 30_464,
     "sampling": 50_145,
-    "store": 17_777,
+    "store": 17_784,
     "sweeps": 26_353,
     "terminal": 4_369,
     "training": 59_815,

@@ -167,7 +167,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("return_mean", "number", "none", "Mean return that the critic is trained on."),
         Metric("kept_tokens", "tokens", "none", "Mean number of tokens that top-k, top-p or min-p keep for a draw. "
                "Log-probabilities, entropies and KLs of training are of the distribution over these."),
-        Metric("kept_sets_cut", "share", "lower", "Fraction of draws whose set was reduced to the limit of 512 tokens."),
+        Metric("kept_sets_cut", "share", "lower", "Fraction of draws whose set the limit of 512 tokens made smaller."),
         Metric("kl_in_reward", "nats", "none", "KL to the reference per answer, as subtracted from the reward; of the "
                "truncated distributions if sampling is truncated.",
                "KL in the reward"),
@@ -190,8 +190,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "distributions if sampling is truncated.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL between sampler and trainer per token (k3 estimator). Only rounding "
                "error, unless samples are reused.", "KL to sampler"),
-        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated on sampled tokens; of the truncated "
-               "distributions if sampling is truncated.",
+        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated on sampled tokens; of the "
+               "truncated distributions if sampling is truncated.",
                "KL to teacher"),
         Metric("effective_sample_size", "share", "higher", "Effective sample size of the importance weights between "
                "sampler and trainer, divided by the number of tokens."),
