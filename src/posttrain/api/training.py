@@ -109,6 +109,10 @@ class Callbacks:
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
+    def should_stop(self) -> bool:
+        """Return whether a callback has ended the run."""
+        return self.is_stopped
+
 
 def train(
     recipe: str | os.PathLike[str] | Mapping[str, object],
@@ -166,13 +170,8 @@ def train(
     start = RunStart(runs_dir, run, called, resume, accept_changes, notes)
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        result = launch(
-            checked,
-            start,
-            observer=callbacks,
-            should_stop=lambda: callbacks.is_stopped,
-            summarize=write_run_summary,
-        )
+        stop = callbacks.should_stop
+        result = launch(checked, start, observer=callbacks, should_stop=stop, summarize=write_run_summary)
     return Run(result.folder)
 
 
