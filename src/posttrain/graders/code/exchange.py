@@ -67,7 +67,7 @@ class ProgramRaised(Exception):
 
 
 class Ended(BaseException):
-    """Carries the final verdict as an exit code. Derives from BaseException so that tests cannot catch it by accident."""
+    """Carries the verdict as an exit code. A BaseException, so that tests cannot catch it by accident."""
 
 
 class Other:
@@ -229,7 +229,7 @@ def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any
 
 
 def _shown(error: BaseException) -> tuple[str, str]:
-    """Describe an exception by type and first argument, if that is a string. Formatting arbitrary objects could hang."""
+    """Describe an exception by type and first string argument. Formatting arbitrary objects could hang."""
     text = ""
     if error.args and isinstance(error.args[0], str):
         text = error.args[0]
