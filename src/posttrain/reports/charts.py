@@ -56,7 +56,7 @@ _SETTINGS: dict[Any, Any] = {
 NUM_COLORS = 8  # of lines that look different
 Dashes = str | tuple[int, tuple[float, float]]
 DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-NUM_TOGETHER = 6  # series that can be told apart in a panel; with more, each gets a separate panel
+NUM_TOGETHER = 6  # series that stay distinguishable in a panel; with more, each gets a separate panel
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(
