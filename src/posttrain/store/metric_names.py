@@ -173,6 +173,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("ratio_distance", "number", "none", "Distance of that ratio from 1, the mean; rounding at the first "
                "update of a batch of answers."),
         Metric("clip_fraction", "share", "none", "Share of the tokens whose ratio is clipped."),
+        Metric("cov_fraction", "share", "none", "Share of the tokens that are chosen by their covariance."),
+        Metric("masked_tokens", "share", "none", "Share of the tokens that `masks` take out of the policy's term."),
         Metric("kl_ref", "nats", "none", "KL to the reference model per token, the k3 estimate.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL from the sampler to the trainer per token (k3): rounding alone, "
                "unless samples are reused.", "KL to sampler"),
