@@ -149,7 +149,7 @@ def test_kl_cov_by_hand() -> None:
 def test_masked_objective_keeps_its_regularizers() -> None:
     """The KL of ``regularize`` counts at masked tokens, too (DeepSeek-V3.2, eq. 9)."""
     fields = {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0], "ref_logprobs": [-1.25, -1.25]}
-    batch = one_row(**fields, kept=[1.0, 0.0])
+    batch = one_row(**fields, unmasked=[1.0, 0.0])
     loss = with_regularizers(with_masks(grpo), kl_coef=0.5, kl_estimator="k1")(outputs_of(-1.0, -1.0), batch)
     assert isinstance(loss, Loss)
     assert loss.values.tolist() == [[-1.0 + 0.125, 0.125]]

@@ -63,7 +63,7 @@ def test_masks_do_not_depend_on_the_split_into_micro_batches(method: str) -> Non
     """In float64, and the numbers that decide rounded to fp32: the same tokens, and gradients equal up to rounding."""
     batch, gradients = third_update(METHODS[method])
     other, others = third_update(METHODS[method], micro_batch_rows=1)
-    names = {"kept", "counted", "clip_cov_tokens", "kl_cov_tokens"} & batch.fields.keys()
+    names = {"unmasked", "counted", "clip_cov_tokens", "kl_cov_tokens"} & batch.fields.keys()
     assert names
     for name in names:
         assert torch.equal(batch.field(name), other.field(name)), name

@@ -54,8 +54,8 @@ def raw(rewards: Rewards) -> Rewards:
 def centered(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean(r)`` over the group.
 
-    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", section 3.2): no division by the
-    standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2): no division by
+    the standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
 
     What goes wrong: Groups in which all answers have the same reward give no gradient. Watch ``uniform_groups``;
     take larger groups or easier problems.
@@ -67,7 +67,7 @@ def centered(rewards: Rewards) -> Rewards:
 def leave_one_out(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean of the other G − 1 rewards``, which is ``G / (G − 1)`` × ``centered``.
 
-    RLOO (Ahmadian et al. 2024, "Back to basics"; Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+    RLOO (Ahmadian et al. 2024, "Back to basics" (arXiv 2402.14740); Kool et al. 2019, "Buy 4 REINFORCE samples, get a
     baseline for free!").
 
     What goes wrong: A group of one has no others to compare with and is refused. With several updates a batch there
@@ -101,7 +101,7 @@ def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-
 def mean_scaled(rewards: Rewards) -> Rewards:
     """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
 
-    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning"): for rewards in {0, 1}
+    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710): for rewards in {0, 1}
     the mean of the score function over the K right samples of G (eq. 9), minus its mean over all G as
     a control variate (eq. 10): weights ``1/K − 1/G`` and ``−1/G``, which are ``A_i / G`` here. Where
     nothing was right both are dropped (algorithm 1). With success probability p the expected gradient
@@ -131,7 +131,7 @@ def batch_normalized(
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
     REINFORCE++ (Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global
-    normalization"): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
+    normalization", arXiv 2501.03262): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
     ``center: group`` subtracts each group's mean first (the paper's variant with baseline). The paper
     subtracts a k1 penalty per token before normalizing; ``return_to_go`` with ``kl_in_reward`` does.
 
@@ -206,8 +206,8 @@ def turn_normalized(
     (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not
     paid for what was before it, as in GRPO with process supervision (Shao et al. 2024, section 4.1.3), where rewards
     are normalized before they are summed. Returns are normalized instead, as over the steps of one anchor state in
-    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training"); here the turn's number stands
-    for the state. With one turn it is ``normalized``.
+    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", arXiv 2505.10978); here the
+    turn's number stands for the state. With one turn it is ``normalized``.
 
     Args:
         gamma: γ, per turn.
@@ -239,8 +239,8 @@ def gae(
     whitening. After the last token V is 0: an answer that was scored is over, also one that was cut off.
 
     Schulman et al. (2016), "High-dimensional continuous control using generalized advantage
-    estimation", eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V, λ = 0
-    the TD error.
+    estimation" (arXiv 1506.02438), eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V,
+    λ = 0 the TD error.
 
     What goes wrong: A critic that starts from nothing gives advantages that are noise. Watch
     ``value_explained_variance``; give the head a larger learning rate (``head.lr_ratio``).

@@ -49,7 +49,7 @@ def read_masks(record: StepRecord) -> Iterator[Reading]:
         yield Reading("mask", float(gaps.amax()), limit, f"log-probabilities of the update within {limit:.1e}", found)
     expected = expected_kept(record, tokens, mask)
     if record.facts.masks and expected is not None:
-        wrong = int((((tokens.fields["kept"] > 0) != expected[0]) & mask).sum())
+        wrong = int((((tokens.fields["unmasked"] > 0) != expected[0]) & mask).sum())
         yield tally("mask", wrong, "tokens as the masks keep them", f"{wrong} of {int(mask.sum())} that are not")
     chosen = _CHOICES.get(record.facts.objective.name)
     if chosen is not None:
@@ -77,7 +77,7 @@ def _most_uncertain(tokens: TokenRecord, mask: Tensor, options: OptionValues) ->
     entropies = tokens.fields["policy_entropy"].double()
     limit = torch.quantile(entropies[mask], 1.0 - options.get("share", 0.2))
     near = (entropies - limit).abs() <= EDGE * limit.abs().clamp(min=1.0)
-    return torch.where(near, tokens.fields["kept"] > 0, entropies > limit)
+    return torch.where(near, tokens.fields["unmasked"] > 0, entropies > limit)
 
 
 _MASKS: dict[str, Callable[[TokenRecord, Tensor, OptionValues], Tensor]] = {

@@ -238,7 +238,7 @@ def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | 
             weights = of_units
     kept: Tensor | None = None
     if facts.masks:
-        kept = fields["kept"] > 0
+        kept = fields["unmasked"] > 0
         expected = expected_kept(record, tokens, trained_of(tokens))
         if expected is not None:
             kept, counted = expected

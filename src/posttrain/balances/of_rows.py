@@ -181,8 +181,8 @@ def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
     if record.tokens is not None and "correction" in record.tokens.fields:
         corrections = torch.where(record.tokens.mask, record.tokens.fields["correction"], 0.0).abs().sum(dim=1)
     kept: Tensor | None = None
-    if record.tokens is not None and "kept" in record.tokens.fields:
-        kept = (record.tokens.mask & (record.tokens.fields["kept"] > 0)).any(dim=1)
+    if record.tokens is not None and "unmasked" in record.tokens.fields:
+        kept = (record.tokens.mask & (record.tokens.fields["unmasked"] > 0)).any(dim=1)
     divides_all = record.facts.sampling is not None and record.facts.sampling.divides_all
     wrong = 0
     for number, place in enumerate(rows.answers.tolist()):

@@ -31,7 +31,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
 from posttrain.training.idle_rows import UNSCORED, split_idle_rows
-from posttrain.types import COUNTED, KEPT, LEFT_OUT, Batch, Sample, collate, with_float64
+from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Sample, collate, with_float64
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
@@ -197,6 +197,22 @@ def old_values(batch: Batch, critic: Scorer) -> dict[str, Tensor]:
     return {"old_values": values, "final_values": final}
 
 
+@register("batch_field", each_step=True)
+def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens: int) -> Tensor:
+    """``[B]``: KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
+
+    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
+    where y' answers another prompt of the batch. 0 where all prompts are the same.
+    """
+    baseline = 0.0
+    mismatched = mismatch_answers(batch, context_tokens)
+    if mismatched is not None:
+        ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
+        of_rows = with_float64(ratio).to(torch.float64).sum(dim=1)
+        baseline = max(0.0, float(of_rows.mean()))
+    return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
+
+
 @register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
 def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
     """``[B, T]``: log-probabilities under the weights before the update, and ``policy_entropy``, that of the
@@ -235,22 +251,6 @@ def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
     mask = batch.trained_mask
     covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
     return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
-
-
-@register("batch_field", each_step=True)
-def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens: int) -> Tensor:
-    """``[B]``: KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
-
-    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
-    where y' answers another prompt of the batch. 0 where all prompts are the same.
-    """
-    baseline = 0.0
-    mismatched = mismatch_answers(batch, context_tokens)
-    if mismatched is not None:
-        ratio = policy.logprobs(mismatched) - reference.logprobs(mismatched)
-        of_rows = with_float64(ratio).to(torch.float64).sum(dim=1)
-        baseline = max(0.0, float(of_rows.mean()))
-    return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
 def describe_one_prompt(batch: Batch, step: int) -> str:
@@ -315,7 +315,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     for entry_name in (*own, *of_others):
         entry = entries[entry_name]
         for name in _fills(entry):
-            if name in known or name in (*GIVEN, KEPT, COUNTED, LEFT_OUT):
+            if name in known or name in (*GIVEN, UNMASKED, COUNTED, LEFT_OUT):
                 raise RecipeError(
                     f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
                 )
@@ -398,6 +398,16 @@ def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -
     return 1.0
 
 
+def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
+    """Return whether log-probabilities are over the sets that truncated sampling kept (sampling replay).
+
+    They are for a policy gradient, as its temperature is (``scoring_temperature``).
+    """
+    if rollout is None or not rollout.is_truncated:
+        return False
+    return any(comes_from_rollouts(name) for name in needs)
+
+
 @dataclass(slots=True)
 class BatchFields:
     """Fills the fields of batches: exactly ``needs``, and what these need.
@@ -448,6 +458,8 @@ class BatchFields:
         """
         if seen is None:
             seen = batch
+        elif batch.kept is not None:
+            seen.kept = batch.kept.moved(batch.mask, seen.mask)
         has_same_answers = seen.mask.sum(dim=1) == batch.mask.sum(dim=1)
         assert bool(has_same_answers.all()), "the teacher reads the same answers"
         rows: list[int] | None = None

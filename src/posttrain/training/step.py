@@ -24,7 +24,7 @@ from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
-from posttrain.types import COUNTED, KEPT, LEFT_OUT, Batch, Loss, Outputs, with_float64
+from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -289,8 +289,8 @@ def _measure(
         means.add("ratio_distance", (result.metrics["ratio"] - 1.0).abs(), *over)
     if outputs.entropy is not None and "entropy" not in result.metrics:
         means.add("entropy", outputs.entropy, *over_tokens)
-    if KEPT in part.fields:
-        means.add("masked_tokens", 1.0 - part.fields[KEPT], *over_tokens)
+    if UNMASKED in part.fields:
+        means.add("masked_tokens", 1.0 - part.fields[UNMASKED], *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():
         means.add(name, values, *over_tokens)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import MaskComponent
-from posttrain.types import COUNTED, KEPT, Batch
+from posttrain.types import COUNTED, UNMASKED, Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def bind_masks(masks: Sequence[MaskComponent]) -> list[BoundMask]:
 
 
 def apply_masks(masks: Sequence[BoundMask], batch: Batch) -> dict[str, Tensor]:
-    """Return the field ``kept`` ``[B, T]``, 1 of tokens that no mask leaves out, and ``counted`` if it is not all.
+    """Return the field ``unmasked`` ``[B, T]``, 1 of tokens that no mask leaves out, and ``counted`` if it is not all.
 
     Raises:
         UsageError: a mask gives something else than one truth value per token.
@@ -62,7 +62,7 @@ def apply_masks(masks: Sequence[BoundMask], batch: Batch) -> dict[str, Tensor]:
         kept &= result | ~trained
         if not one.is_counted:
             counted &= result | ~trained
-    fields = {KEPT: kept.float()}
+    fields = {UNMASKED: kept.float()}
     if not all(one.is_counted for one in masks):
         fields[COUNTED] = counted.float()
     return fields
