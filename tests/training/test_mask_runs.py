@@ -117,10 +117,10 @@ def no_truth(policy_entropy: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", {"name": "constant", "length": 8}])
 def test_divisor_kept_is_the_loss_of_the_batch_without_the_masked_rows(aggregate: Any) -> None:
-    declare_code("test_masks:masked_half")
+    declare_code("test_mask_runs:masked_half")
     losses: dict[str, float] = {}
     for divisor in ("kept", "all"):
-        mask = {"name": "test_masks:masked_half", "divisor": divisor}
+        mask = {"name": "test_mask_runs:masked_half", "divisor": divisor}
         recipe = one_layer_recipe("grpo", rollout=FEW, masks=[mask], aggregate=aggregate, objective="reinforce")
         parts = prepare(recipe)
         batch = parts.source(1).batch
@@ -213,7 +213,7 @@ def test_masks_refuse_bad_keys_by_name() -> None:
 
 
 def test_mask_that_gives_no_truth_values_is_refused() -> None:
-    declare_code("test_masks:no_truth")
-    recipe = one_layer_recipe("grpo", rollout=FEW, masks=["test_masks:no_truth"])
+    declare_code("test_mask_runs:no_truth")
+    recipe = one_layer_recipe("grpo", rollout=FEW, masks=["test_mask_runs:no_truth"])
     with refuses(UsageError, "masks", "torch.bool"):
         prepare(recipe).source(1)
