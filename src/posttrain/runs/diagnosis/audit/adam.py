@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """What an update of one tensor is made with: ``lr`` with the tensor's multiple, and ``decay`` of its weights."""
+    """The settings of one tensor: ``lr`` with the tensor's multiple, ``decay`` of its weights, β1 and β2, ε."""
 
     lr: float
     decay: float

@@ -44,7 +44,7 @@ NUM_STEPS_SHOWN = 12
 
 @dataclass(frozen=True)
 class AuditMaterial:
-    """What an update is computed from once more.
+    """The parts that an update is computed from once more.
 
     model: with the weights before it, in which those that are trained have ``requires_grad``. state: of the optimizer
     before it, by name as in ``optimizer.safetensors`` (empty before the first update). after: the checkpoint behind
