@@ -173,9 +173,9 @@ class OtherBetas(torch.optim.AdamW):
 def frozen_layer(build: Any) -> Any:
     """A layer that is left out of the optimizer."""
 
-    def changed(recipe: Any, model: Any, *rest: Any) -> Any:
+    def changed(component: Any, train: Any, model: Any, *rest: Any) -> Any:
         next(p for n, p in model.named_parameters() if "v_proj" in n and p.requires_grad).requires_grad_(False)
-        return build(recipe, model, *rest)
+        return build(component, train, model, *rest)
 
     return changed
 
