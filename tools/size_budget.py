@@ -50,7 +50,7 @@ TOKENS: dict[str, int] = {
     "sampling": 50_145,
     "store": 17_784,
     "sweeps": 26_362,
-    "terminal": 4_369,
+    "terminal": 4_377,
     "training": 58_517,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
