@@ -232,7 +232,7 @@ def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]
     def pretend(_: Any, request: Questions) -> Evaluation:
         return Evaluation("stories/validation", {"accuracy": accuracies[request.step], "seconds": 0.0}, [])
 
-    monkeypatch.setattr(held_out, "evaluate", pretend)
+    monkeypatch.setattr(held_out, "evaluate_sampler", pretend)
 
 
 def test_the_best_evaluation_is_kept_whatever_save_every_states(
