@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from posttrain.data.base import Task, build_task, document_texts
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
+from posttrain.graders.rewards import refuse_rows
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.precision import choose_kernels
@@ -32,7 +33,6 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.randomness import derive_key
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -57,6 +57,8 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
+    from posttrain.training.other_weights.averages import WeightAverage
+    from posttrain.training.other_weights.teachers import Teacher
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
@@ -81,6 +83,7 @@ class TrainerState:
     shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
+    averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
 
     @property
@@ -120,11 +123,26 @@ class TrainerState:
         """Return the method over the weights that gradients are computed with."""
         return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
 
+    def follow_update(self) -> None:
+        """Bring what follows the trained weights up to date: unsharded copies, and averages."""
+        if self.shards is not None:
+            self.shards.gather()
+        for average in self.averages.values():
+            average.update()
+
     def whole_parameters(self) -> list[Tensor]:
         """Return the trained parameters that this process has unsharded."""
         if self.shards is not None and not self.shards.keeps_whole:
             return []  # each has another part
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
+
+
+def averages_of(teacher: Teacher | None) -> dict[str, WeightAverage]:
+    """Return the averages that updates go on with, by their use."""
+    averages: dict[str, WeightAverage] = {}
+    if teacher is not None and teacher.average is not None:
+        averages["teacher"] = teacher.average
+    return averages
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +217,11 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     task = build_task(recipe.task)
     eval_tasks = _tasks_to_evaluate(recipe)
     components = resolve_components(recipe)
+    refuse_rows(recipe.rewards, {f"{one.name}, {one.split}": one.examples for one in (task, *eval_tasks)})
+    if recipe.teacher is not None:
+        from posttrain.training.other_weights.teachers import refuse_other_tokenizer
+
+        refuse_other_tokenizer(recipe)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = _build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -239,6 +262,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         shards=models.shards,
         reference=models.reference,
         evaluator=evaluator,
+        averages=averages_of(fields.teacher),
         warnings=warnings,
         facts=facts,
     )
@@ -361,7 +385,7 @@ def _build_models(
             components.objective, recipe.objective.options, recipe.head, policy, recipe.train.seed
         )
         reference: Reference | None = None
-        if "reference" in components.parts or recipe.eval.num_kl_prompts:
+        if components.needs_start:
             from posttrain.models.reference import Reference
 
             reference = Reference(policy)
@@ -467,7 +491,10 @@ def build_rollout_source(
         from posttrain.training.sources.feedback import Feedback
 
         template = prompting.grader.template
-        feedback = Feedback(prompting.tokenizer, template, options.label_above, prompting.context_tokens)
+        assert components.recipe.teacher is not None, "the model teaches itself"
+        own = components.recipe.teacher
+        limits = (options.label_above, prompting.context_tokens)
+        feedback = Feedback(prompting.tokenizer, template, *limits, own.sees, own.prompt_format)
     advantage_estimator = _build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
@@ -515,16 +542,14 @@ def _build_batch_fields(
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
-    teacher: Forward | None = None
+    teacher: Teacher | None = None
     if recipe.teacher is not None:
-        if components.teaches_itself:
-            teacher = models.policy
-        else:
-            teacher = _load_teacher(recipe, models.tokenizer, models.policy.temperature)
+        from posttrain.training.other_weights.teachers import build_teacher
+
         learners: list[Forward | ActorCritic] = [models.policy, method.forward]
         if models.shards is not None:
             learners.append(models.shards.forward)
-        _compare_over_shared_ids(learners, teacher, models.tokenizer, is_own=components.teaches_itself)
+        teacher = build_teacher(recipe, models.tokenizer, models.policy, learners, models.reference)
     return BatchFields(
         components.needs,
         recipe,
@@ -536,38 +561,6 @@ def _build_batch_fields(
         process_group,
         vanishes=method.vanishes or (),
     )
-
-
-def _compare_over_shared_ids(
-    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
-) -> None:
-    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
-
-    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
-    """
-    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
-    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
-    if not is_own:
-        teacher.restrict(num_ids, targets=True)
-    for student in students:
-        student.restrict(num_ids)
-
-
-def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> Forward:
-    assert recipe.teacher is not None
-    section = ModelSection(
-        name=recipe.teacher.name,
-        dtype=recipe.teacher.dtype or recipe.model.dtype,
-        device=recipe.model.device,
-        trust_remote_code=recipe.teacher.trust_remote_code,
-    )
-    loaded = load_model(section, seed=0)
-    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise UsageError(
-            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
-            "can only be compared within one. Choose a teacher of the same family"
-        )
-    return _forward(loaded.model.eval().requires_grad_(False), recipe.train.precision, temperature)
 
 
 def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
