@@ -68,7 +68,6 @@ OPTIONS = {
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
     ),
-    "teacher.weights: live, start or ema; an average takes in every update": "teacher_sync_steps",
     "a teacher is a model in this process, teacher.name": (
         "distillation.n_gpus_per_node teacher_server_urls use_teacher_server teacher_model_server_url "
         "teacher_model_init_kwargs teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk "

@@ -213,6 +213,8 @@ SAID = {
     "task.split, or the split of each part of task: mixture": "dataset_mixer_list_splits",
     "model.adapter.alpha, of LoRA": "alpha",
     "teacher.name, one model": "teacher_models",
+    "teacher.weights: live, start or ema, which takes in every update": "teacher_model_kind teacher_sync_steps",
+    "teacher.prompt_format, with {question} and {shown} in it": "teacher_prompt_template reprompt_template",
     "teacher.ema_decay, which is 1 less the rate, with teacher.weights: ema": "teacher_update_rate",
     "rollout.engine.url, one address": "client.base_url",
     "rollout.tool_seconds, of one call of a tool": "env.timeout",

@@ -193,8 +193,6 @@ KEYS = {
         "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path "
         "teacher_model.model_path"
     ),
-    "teacher.weights": "teacher_model_kind",
-    "teacher.prompt_format": "teacher_prompt_template reprompt_template",
     "teacher.top_k": "opd_topk distillation_topk loss_top_k teacher_top_k distillation_loss.topk gkd_logits_topk",
     "scale.processes": "num_processes nproc_per_node world_size num_gpus n_gpus_per_node ngpus num_train_workers",
     "scale.timeout_seconds": "ddp_timeout nccl_timeout timeout dist_timeout_seconds",
