@@ -27,6 +27,9 @@ Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "envi
 # turns, of the seconds of a call.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
+# Before the name of a part of a reward, in ``Rollout.parts``: 1 where the reward says nothing of the answer.
+NO_VALUE = "no_value/"
+
 if TYPE_CHECKING:
     import transformers
 Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one

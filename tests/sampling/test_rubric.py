@@ -164,7 +164,7 @@ def recipe_of(path: Path, rows: str, reward: dict[str, Any], **rollout: Any) -> 
 def test_a_bad_row_is_refused_before_a_model_is_loaded(
     criteria: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.training import build
+    from posttrain.training.parts import built_models as build
 
     monkeypatch.setattr(build, "load_model", lambda *a, **o: pytest.fail("a model was loaded"))
     rows = write_rows(tmp_path / "rows.jsonl", ["a"], criteria)

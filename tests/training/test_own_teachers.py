@@ -17,7 +17,7 @@ from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.training.build import TrainerState, prepare
-from posttrain.training.other_weights.averages import WeightAverage
+from posttrain.training.parts.averages import WeightAverage
 from posttrain.training.sources.feedback import Feedback, response_of, solution_of
 from posttrain.training.sources.rollouts import NOTHING_SHOWN
 from posttrain.training.step import accumulate, apply_update
@@ -262,7 +262,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_a_model_is_loaded(
 ) -> None:
     from posttrain.models import load
     from posttrain.models.tokenizer import train_tokenizer
-    from posttrain.training import build
+    from posttrain.training.parts import built_models as build
 
     other = tmp_path / "other"
     train_tokenizer(iter(["some other words entirely"]), 300).save_pretrained(other)

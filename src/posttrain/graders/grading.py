@@ -62,11 +62,13 @@ class MeasuredReward:
     """A reward that is a number, with further numbers (as ``Verdict.info``).
 
     ``failure``: the answer could not be measured; it is the outcome of an answer that nothing else grades.
+    ``has_value``: False if the reward says nothing of the answer; the value is then 0.
     """
 
     value: float
     info: Mapping[str, float] = field(default_factory=dict)
     failure: Literal["timeout", "crash"] | None = None
+    has_value: bool = True
 
 
 def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, object] | None = None) -> list[Verdict]:

@@ -129,6 +129,9 @@ class BoundReward:
             ) from error
 
 
+NOTHING_SAID = MeasuredReward(0.0, has_value=False)
+
+
 def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, where: str = "") -> BoundReward:
     """Fill in the recipe's options and check that the reward asks only for what there is.
 
@@ -157,7 +160,8 @@ def _call_with_columns(
 ) -> object:
     """Call a reward in TRL's form: with ``prompts``, ``completions`` and a list for each key of the rows.
 
-    A row without the key, and a None in the result (the reward says nothing of it), count as None and 0.
+    A row without the key counts as None. A None in the result (the reward says nothing of the answer) counts as 0 in a
+    sum, and as no value where each reward is normalized by itself.
     """
     keys = dict.fromkeys(key for one in example for key in one.meta)
     columns: dict[str, Sequence[object]] = {key: [one.meta.get(key) for one in example] for key in keys}
@@ -179,7 +183,7 @@ def _call_with_columns(
         columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
     values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})
     if isinstance(values, list | tuple):
-        return [0.0 if value is None else value for value in values]
+        return [NOTHING_SAID if value is None else value for value in values]
     return values
 
 

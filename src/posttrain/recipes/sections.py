@@ -337,6 +337,12 @@ class RolloutSection(Section):
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
 
+    def within(self, context: int) -> int:
+        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
+        if self.max_total_tokens is None:
+            return context
+        return min(context, self.max_total_tokens)
+
 
 # Default limits of a rollout of several turns.
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}

@@ -264,7 +264,7 @@ def judge_ranking(
 
 
 def _bounds(count: int) -> list[int]:
-    """Return where parts of at most ``MAX_RANKED`` answers begin and end; one prompt that is drawn twice may have more."""
+    """Return where parts of at most ``MAX_RANKED`` answers begin and end, for a prompt that is drawn twice."""
     parts = max(1, math.ceil(count / MAX_RANKED))
     return [count * part // parts for part in range(parts + 1)]
 

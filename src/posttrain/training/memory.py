@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError
-from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
+from posttrain.models.forward.predictions import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.load import choose_device
 from posttrain.models.published.planned import model_to_plan
 from posttrain.recipes.recipe import Recipe
@@ -284,9 +284,9 @@ def micro_batch(recipe: Recipe, components: Components) -> Micro:
 def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
     """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
     prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
-    limit = recipe.within(prompt + rollout.max_tokens)
+    limit = rollout.within(prompt + rollout.max_tokens)
     prompt = min(prompt, limit - 1)
-    return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
+    return prompt, rollout.within(prompt + rollout.max_tokens) - prompt
 
 
 def _up_to(multiple: int, number: int) -> int:

@@ -361,6 +361,13 @@ def _check_batch(recipe: Recipe, change: Change, plan: WhatIfPlan) -> None:
         assert recipe.data is not None
         num_prompts = recipe.data.batch_size
     else:
+        if change.reward is not None and recipe.advantage is not None:
+            traits = traits_of("advantage", recipe.advantage.name)
+            if traits is not None and traits.get("level") == "parts":
+                name = recipe.advantage.name
+                raise UsageError(
+                    f"{change.label}: advantage {name!r} reads each reward by itself, and no sum. Drop a prompt instead"
+                )
         num_prompts = recipe.rollout.num_prompts
         if recipe.rollout.drop_uniform_groups:
             num_prompts *= recipe.rollout.max_rounds

@@ -89,11 +89,12 @@ class RolloutSource(Source):
         self.tokenizer = tokenizer
         self.engine = engine
         self.stage = stage
-        self.context_tokens = context_tokens = recipe.within(context_tokens)
+        self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
         self.advantage_estimator = advantage_estimator
+        self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
         self.batch_fields = fields
         self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
@@ -224,7 +225,7 @@ class RolloutSource(Source):
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
         units = self._choose(rewards)
         if not self.advantage_estimator.needs_batch:
-            _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
+            _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
         trained = self._unmasked(chosen, units)
         # advantages per token are over all completions, the masked ones included
         rows = units if self.advantage_estimator.needs_batch else trained
@@ -351,9 +352,11 @@ class RolloutSource(Source):
         played = [r for r in group if not r.has_failed]
         part = self.options.uniform_by
         rewards = [r.reward for r in played]
-        seen = set(rewards)
+        seen: set[object] = set(rewards)
         if part != "reward":
             seen = {r.parts[part] for r in played}
+        elif self.advantage_estimator.of_parts:  # other parts may have the same sum
+            seen = {tuple(r.parts[name] for name, _ in self.weighted_rewards) for r in played}
         units = self._choose([torch.tensor(rewards, dtype=torch.float64)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 

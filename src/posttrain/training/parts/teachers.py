@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import ModelSection, TeacherSection
 from posttrain.training.checks import OWN_TEACHER
-from posttrain.training.other_weights.averages import WeightAverage
+from posttrain.training.parts.averages import WeightAverage
+from posttrain.training.parts.built_models import BuiltModels
 from posttrain.types import Tokenizer
-
-if TYPE_CHECKING:
-    from posttrain.models.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,55 +26,53 @@ class Teacher:
 
 
 def build_teacher(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    policy: Forward,
-    learners: Sequence[Forward | ActorCritic],
-    reference: Reference | None,
+    section: TeacherSection, student: ModelSection, models: BuiltModels, forward: Forward | ActorCritic
 ) -> Teacher:
-    """Return the recipe's teacher; ``learners`` are all passes whose candidates are compared with its own.
+    """Return the teacher of a run; its candidates and those of all passes of the student are of the same ids.
 
-    ``reference``: the model as it began, which teaches with ``teacher.weights: start``.
+    ``forward``: the pass that the objective reads.
 
     Raises:
         UsageError: a teacher of another tokenizer.
     """
-    section = recipe.teacher
-    assert section is not None, "the recipe has a teacher"
+    learners: list[Forward | ActorCritic] = [models.policy, forward]
+    if models.shards is not None:
+        learners.append(models.shards.forward)
     students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
     if section.name != OWN_TEACHER:
-        other = _load_teacher(recipe, tokenizer, policy)
-        num_ids = _shared_ids([other, *students], tokenizer)
+        other = _load_teacher(section, student, models)
+        num_ids = _shared_ids([other, *students], models.tokenizer)
         other.restrict(num_ids, targets=True)
-        for student in students:
-            student.restrict(num_ids)
+        for own in students:
+            own.restrict(num_ids)
         return Teacher(lambda: nullcontext(other))
+    reference = models.reference
     if section.weights == "start":
         assert reference is not None, "built for its teacher"
         with reference.open() as start:
             students.append(start)
-    num_ids = _shared_ids(students, tokenizer)
-    for student in students:
-        student.restrict(num_ids)
+    num_ids = _shared_ids(students, models.tokenizer)
+    for own in students:
+        own.restrict(num_ids)
     if section.weights == "start":
-        return Teacher(reference.open)  # type: ignore[union-attr]
+        assert reference is not None, "built for its teacher"
+        return Teacher(reference.open)
     if section.weights == "live":
-        return Teacher(lambda: nullcontext(policy))
-    trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-    average = WeightAverage(policy, trained, section.ema_decay)
+        return Teacher(lambda: nullcontext(models.policy))
+    trained = [(name, p) for name, p in models.policy.model.named_parameters() if p.requires_grad]
+    average = WeightAverage(models.policy, trained, section.ema_decay)
     return Teacher(average.open, average)
 
 
-def refuse_other_tokenizer(recipe: Recipe) -> None:
+def refuse_other_tokenizer(teacher: TeacherSection, student: ModelSection) -> None:
     """Compare the tokenizers of student and teacher, before a model is loaded.
 
     Raises:
         UsageError: they are not the same, or one cannot be loaded.
     """
-    teacher = recipe.teacher
-    if teacher is None or teacher.name == OWN_TEACHER or recipe.model.init is not None:
+    if teacher.name == OWN_TEACHER or student.init is not None:
         return
-    own = load_tokenizer(recipe.model.name, trust_remote_code=recipe.model.trust_remote_code)
+    own = load_tokenizer(student.name, trust_remote_code=student.trust_remote_code)
     _compare_tokenizers(teacher.name, load_tokenizer(teacher.name, trust_remote_code=teacher.trust_remote_code), own)
 
 
@@ -97,14 +92,14 @@ def _shared_ids(passes: Sequence[Forward], tokenizer: Tokenizer) -> int:
     return min(max(tokenizer.get_vocab().values()) + 1, *(one.num_rows for one in passes))
 
 
-def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, policy: Forward) -> Forward:
-    assert recipe.teacher is not None
+def _load_teacher(teacher: TeacherSection, student: ModelSection, models: BuiltModels) -> Forward:
+    """Return the forward pass of another model, in the ``dtype`` of the student unless it has one."""
     section = ModelSection(
-        name=recipe.teacher.name,
-        dtype=recipe.teacher.dtype or recipe.model.dtype,
-        device=recipe.model.device,
-        trust_remote_code=recipe.teacher.trust_remote_code,
+        name=teacher.name,
+        dtype=teacher.dtype or student.dtype,
+        device=student.device,
+        trust_remote_code=teacher.trust_remote_code,
     )
     loaded = load_model(section, seed=0)
-    _compare_tokenizers(recipe.teacher.name, loaded.tokenizer, tokenizer)
-    return policy.alike(loaded.model.eval().requires_grad_(False))
+    _compare_tokenizers(teacher.name, loaded.tokenizer, models.tokenizer)
+    return models.policy.alike(loaded.model.eval().requires_grad_(False))
