@@ -499,6 +499,11 @@ class TrainSection(Section):
     keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
     strict: bool = False
 
+    @property
+    def updates_per_batch(self) -> int:
+        """The number of steps that one rollout batch serves; 1 for supervised training."""
+        return self.ppo_epochs * self.num_minibatches
+
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, value: object) -> object:

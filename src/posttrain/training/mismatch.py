@@ -127,8 +127,7 @@ def describe_narrow_clip(
     for rounding, and what is clipped is rounding.
     """
     mismatch = metrics.get("ratio_distance")
-    updates_per_batch = train.ppo_epochs * train.num_minibatches
-    is_first = (step - 1) % updates_per_batch == 0
+    is_first = (step - 1) % train.updates_per_batch == 0
     if rollout.staleness or not is_first or mismatch is None or has_dropout(policy.model):
         return ""
     narrow = narrow_bounds(bounds, mismatch)

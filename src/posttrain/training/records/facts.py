@@ -41,7 +41,7 @@ def describe_run(
     sampling: SamplingFacts | None = None
     updates = 1
     if recipe.rollout is not None:
-        updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        updates = recipe.train.updates_per_batch
         sampling = replace(
             _describe_sampling(components, recipe.rollout),
             rewards={name: weight for name, weight, _ in grader.rewards},

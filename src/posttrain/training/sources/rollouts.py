@@ -83,7 +83,7 @@ class RolloutSource(Source):
         self.max_prompt_tokens = recipe.prompt.max_prompt_tokens
         self.seed = recipe.train.seed
         self.minibatches = recipe.train.num_minibatches
-        self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        self.updates = recipe.train.updates_per_batch
         self.task = task
         self.grader = grader
         self.tokenizer = tokenizer
