@@ -84,12 +84,12 @@ def _compare_tokenizers(name: str, theirs: Tokenizer, own: Tokenizer) -> None:
         )
 
 
-def _shared_ids(passes: Sequence[Forward], tokenizer: Tokenizer) -> int:
+def _shared_ids(models: Sequence[Forward], tokenizer: Tokenizer) -> int:
     """Return the number of ids that the tokenizer and all models have.
 
     Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
     """
-    return min(max(tokenizer.get_vocab().values()) + 1, *(one.num_rows for one in passes))
+    return min(max(tokenizer.get_vocab().values()) + 1, *(one.num_rows for one in models))
 
 
 def _load_teacher(teacher: TeacherSection, student: ModelSection, models: BuiltModels) -> Forward:
