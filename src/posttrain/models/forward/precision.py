@@ -1,4 +1,4 @@
-"""Settings that decide the last bits of a pass: full precision where a GPU computes in TF32, kernels of one order, threads."""
+"""Settings that decide the last bits of a pass: full precision where a GPU has TF32, kernels of one order, threads."""
 
 from __future__ import annotations
 

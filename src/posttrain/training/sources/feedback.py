@@ -1,4 +1,4 @@
-"""Additions to the prompt of a model that teaches itself, which its student does not see: a solution, a right answer, or feedback."""
+"""Additions to the prompt of a model that teaches itself: a solution, a right answer or feedback."""
 
 from __future__ import annotations
 
