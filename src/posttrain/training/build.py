@@ -188,11 +188,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
 
         eval_tasks = build_eval_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
-    refuse_rows(recipe.rewards, {f"{one.name}, {one.split}": one.examples for one in (task, *eval_tasks)})
-    if recipe.teacher is not None:
-        from posttrain.training.parts.teachers import refuse_other_tokenizer
-
-        refuse_other_tokenizer(recipe.teacher, recipe.model)
+    _refuse_inputs(recipe, [task, *eval_tasks])
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -237,6 +233,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         warnings=warnings,
         facts=facts,
     )
+
+
+def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Refuse rows that a reward cannot judge, and a teacher of another tokenizer, before a model is loaded."""
+    refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
+    if recipe.teacher is not None:
+        from posttrain.training.parts.teachers import refuse_other_tokenizer
+
+        refuse_other_tokenizer(recipe.teacher, recipe.model)
 
 
 def _averages_of(teacher: Teacher | None) -> dict[str, WeightAverage]:

@@ -122,11 +122,10 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
+            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "averages": averages or None}
+            for name, tensors in others.items():
                 if tensors is not None:
                     save_file(_storable(tensors), aside / f"{name}.safetensors")
-            if averages:
-                save_file(_storable(averages), aside / AVERAGES)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
