@@ -124,10 +124,7 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "averages": averages or None}
-            for name, tensors in others.items():
-                if tensors is not None:
-                    save_file(_storable(tensors), aside / f"{name}.safetensors")
+            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads or None, averages=averages or None)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -137,6 +134,13 @@ def save_checkpoint(
         if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
             shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
+
+
+def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
+    """Write each mapping that there is into a file of its name."""
+    for name, tensors in named.items():
+        if tensors is not None:
+            save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
