@@ -26,7 +26,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
-from posttrain.training.batch_fields import BatchFields
+from posttrain.training.batch_fields import BatchFields, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.prompts import Prompts
@@ -130,6 +130,8 @@ class RolloutSource(Source):
             stop_ids=stop_ids(self.tokenizer, self.grader.template),
             max_total_tokens=self.context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
+            min_p=self.options.min_p,
+            keeps_sets=replays_sets(self.options, self.batch_fields.needs),
         )
 
     def __call__(self, step: int) -> TrainBatch:
@@ -505,6 +507,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         group=group,
         prefix=len(prompt),
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
+        kept=answer.kept,
     )
 
 
@@ -550,7 +553,17 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
         info["completion_length_correct"] = fmean(correct)
     if wrong:
         info["completion_length_wrong"] = fmean(wrong)
-    return info | _describe_turns(rollouts, everything)
+    return info | _describe_sets(rollouts) | _describe_turns(rollouts, everything)
+
+
+def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of the sets that truncation kept, where answers have them."""
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    num_drawn = sum(r.completion.num_own for r in rollouts)
+    if not sets or not num_drawn:
+        return {}
+    num_kept = sum(len(kept.ids) for kept in sets)
+    return {"kept_tokens": num_kept / num_drawn, "kept_sets_cut": sum(kept.num_cut for kept in sets) / num_drawn}
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
