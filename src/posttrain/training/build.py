@@ -27,8 +27,9 @@ from posttrain.models.forward.precision import choose_kernels
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
+from posttrain.recipes.other_models import HeadSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, HeadSection, TrainSection
+from posttrain.recipes.sections import Component, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader

@@ -36,7 +36,8 @@ from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
 from posttrain.models.written.older_readers import write_older_keys
 from posttrain.models.written.untrained import complete_folder
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.sections import Component, TeacherSection
+from posttrain.recipes.other_models import TeacherSection
+from posttrain.recipes.sections import Component
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,

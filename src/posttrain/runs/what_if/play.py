@@ -16,8 +16,8 @@ from typing import Any
 
 from posttrain.errors import CheckpointError, PosttrainError
 from posttrain.models.forward.precision import with_threads
+from posttrain.recipes.other_models import TeacherSection
 from posttrain.recipes.recipe import Recipe, validate_recipe
-from posttrain.recipes.sections import TeacherSection
 from posttrain.runs.directory import RunDirectory, RunStatus, State, new_status
 from posttrain.runs.what_if.plan import START, Future, WhatIfPlan, future_folder, read_plan
 from posttrain.store.checkpoint_files import Unverified, discard_checkpoint, step_folder, verify

@@ -10,7 +10,8 @@ from posttrain.errors import UsageError
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.recipes.sections import ModelSection, TeacherSection
+from posttrain.recipes.other_models import TeacherSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.training.checks import OWN_TEACHER
 from posttrain.training.parts.averages import WeightAverage
 from posttrain.training.parts.built_models import BuiltModels
