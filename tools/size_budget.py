@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 17_784,
     "sweeps": 26_362,
     "terminal": 4_369,
-    "training": 60_596,
+    "training": 60_586,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

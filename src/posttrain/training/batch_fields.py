@@ -34,7 +34,7 @@ from posttrain.types import Batch, Sample, collate, with_float64
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
-    from posttrain.training.parts.teachers import Teacher
+    from posttrain.training.parts.averages import Teacher
 
 T = TypeVar("T")
 # Filled by the sources, with the rows.

@@ -55,8 +55,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
-    from posttrain.training.parts.averages import WeightAverage
-    from posttrain.training.parts.teachers import Teacher
+    from posttrain.training.parts.averages import Teacher, WeightAverage
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource

@@ -1,9 +1,9 @@
-"""Exponential moving averages of the trained weights."""
+"""Exponential moving averages of the trained weights, and a teacher that may have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,14 @@ class WeightAverage:
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters:
             parameter.detach().copy_(values[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The forward pass of a teacher, inside the block of ``open``; ``average``: its weights, if they are averaged."""
+
+    open: Callable[[], AbstractContextManager[Forward]]
+    average: WeightAverage | None = None
 
 
 def average_tensors(averages: Mapping[str, WeightAverage]) -> dict[str, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.actor_critic import ActorCritic
@@ -13,17 +12,9 @@ from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.other_models import TeacherSection
 from posttrain.recipes.sections import ModelSection
 from posttrain.training.checks import OWN_TEACHER
-from posttrain.training.parts.averages import WeightAverage
+from posttrain.training.parts.averages import Teacher, WeightAverage
 from posttrain.training.parts.built_models import BuiltModels
 from posttrain.types import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The forward pass of a teacher, inside the block of ``open``; ``average``: its weights, if they are averaged."""
-
-    open: Callable[[], AbstractContextManager[Forward]]
-    average: WeightAverage | None = None
 
 
 def build_teacher(
