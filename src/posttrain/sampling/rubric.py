@@ -83,7 +83,7 @@ def _read_criterion(value: object, place: str) -> Criterion:
     return Criterion(text, float(weight))
 
 
-def refuse_rows(examples: Iterable[Example], place: str, *, key: str = "rubric", **options: Any) -> None:
+def refuse_missing_criteria(examples: Iterable[Example], place: str, *, key: str = "rubric", **options: Any) -> None:
     """Refuse rows without criteria, before a model is loaded.
 
     Raises:
@@ -112,7 +112,7 @@ def weighted_share(criteria: Sequence[Criterion], met: Sequence[float | None]) -
     return earned / most
 
 
-@register("reward", batched=True, asks_a_model=True, prepare=prepare_judge, refuses_rows=refuse_rows)
+@register("reward", batched=True, asks_a_model=True, prepare=prepare_judge, refuses_rows=refuse_missing_criteria)
 def rubric(
     example: Sequence[Example],
     text: Sequence[str],
