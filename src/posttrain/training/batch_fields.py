@@ -35,11 +35,8 @@ from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Sample, collate,
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
-<<<<<<< HEAD
     from posttrain.training.parts.averages import Teacher
-=======
     from posttrain.training.parts.masks import BoundMask
->>>>>>> main
 
 T = TypeVar("T")
 # Filled by the sources, with the rows.

@@ -55,11 +55,8 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
-<<<<<<< HEAD
     from posttrain.training.parts.averages import Teacher, WeightAverage
-=======
     from posttrain.training.parts.masks import BoundMask
->>>>>>> main
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
@@ -435,16 +432,12 @@ def _build_batch_fields(
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
-<<<<<<< HEAD
-    teacher: Teacher | None = None
-=======
     masks: Sequence[BoundMask] = ()
     if recipe.masks:
         from posttrain.training.parts.masks import bind_masks
 
         masks = bind_masks(recipe.masks)
-    teacher: Forward | None = None
->>>>>>> main
+    teacher: Teacher | None = None
     if recipe.teacher is not None:
         from posttrain.training.parts.teachers import build_teacher
 
