@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.acting import sections as conditions
 from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
-from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
+from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -72,6 +72,17 @@ class RewardComponent(Component):
     """
 
     weight: Annotated[float, IF_REWARDS_DIFFER] = 1.0
+
+
+class MaskComponent(Component):
+    """A mask over tokens of the optimizer batch.
+
+    Args:
+        divisor: the tokens and rows that the means of the loss divide by: ``all``, or those that are ``kept``. With
+            ``kept`` the terms of ``regularize`` are of the kept tokens, too.
+    """
+
+    divisor: Literal["all", "kept"] = "all"
 
 
 def as_list(value: object) -> object:
@@ -295,8 +306,11 @@ class RolloutSection(Section):
         max_total_tokens: limit of a prompt and its answer together; a prompt that leaves no room is dropped and
             counted.
         temperature: of sampling, and of the log-probabilities of objectives that follow the sampler.
-        top_k: sample from the k likeliest tokens only.
+        top_k: sample from the k likeliest tokens only. With ``top_k``, ``top_p`` or ``min_p`` an objective that follows
+            the sampler computes log-probabilities over the tokens that were kept for each draw, at most 512 (sampling
+            replay).
         top_p: sample from the likeliest tokens that have this probability together.
+        min_p: sample from the tokens of at least this share of the largest probability.
         drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
             lower rewards.
         uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
@@ -307,6 +321,8 @@ class RolloutSection(Section):
         label_above: the reward above which a completion is desirable, for objectives that read labels.
         mask_truncated: leave completions that a limit cut off out of the loss (DAPO's overlong filtering);
             their rewards count in the baseline.
+        truncated_divisor: the completions that the means of the loss divide by, with ``mask_truncated``: those that are
+            ``kept``, or ``all``.
         staleness: S: batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
         max_turns: limit of turns with an ``environment`` or ``tools`` (8).
         max_turn_tokens: limit of a turn.
@@ -323,6 +339,7 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, ge=1e-5)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     drop_uniform_groups: bool = False
     uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
     max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
@@ -330,12 +347,18 @@ class RolloutSection(Section):
     select: Component | None = None
     label_above: Annotated[float, conditions.IF_LABELS_ARE_READ] = 0.5
     mask_truncated: bool = False
+    truncated_divisor: Annotated[Literal["kept", "all"], conditions.IF_TRUNCATED_ARE_MASKED] = "kept"
     staleness: Annotated[int, conditions.IF_SEVERAL_BATCHES] = Field(default=0, ge=0, le=64)
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Annotated[Tokens | None, conditions.IF_TURN_IS_SHORTER] = None
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if answers are drawn from a part of the distribution."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
@@ -370,38 +393,6 @@ class KLInRewardSection(Section):
         if self.target is not None and self.weight == 0:
             raise ValueError("a weight of 0 is multiplied and never moves towards 'target'; start from 0.01 or so")
         return self
-
-
-class HeadSection(Section):
-    """The head of a value or reward model: one linear layer, fp32.
-
-    Args:
-        trunk: a value head is on a model of its own (``separate``, which starts as a copy of the policy) or on
-            the policy's (``shared``); a reward head is always on the model that is trained.
-        init_std: standard deviation of its initial weights.
-        lr_ratio: multiplies the learning rate of the head and of a separate trunk.
-    """
-
-    trunk: Literal["separate", "shared"] = "separate"
-    init_std: float = Field(default=0.02, ge=0)
-    lr_ratio: float = Field(default=1.0, gt=0)
-
-
-class TeacherSection(Section):
-    """The teacher of objectives that read one.
-
-    Args:
-        name: a model, or ``self``: the model that is trained, given feedback that the student does not see (a
-            right answer of another sample to the same prompt).
-        top_k: candidates whose probabilities are kept for each token.
-        dtype: type of its weights; by default the student's.
-        trust_remote_code: run Python code that comes with the teacher; allowed on the command line only.
-    """
-
-    name: str
-    top_k: Annotated[int, conditions.IF_CANDIDATES_ARE_READ] = Field(default=64, ge=1)
-    dtype: Dtype | None = None
-    trust_remote_code: bool = False
 
 
 class DataSection(Section):

@@ -8,15 +8,17 @@ from typing import Any
 from posttrain.balances.advantages import formulas_of_advantages
 from posttrain.balances.limits import kl_limit
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
-from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
+from posttrain.balances.masks import formulas_of_masks
+from posttrain.balances.record import Formula, MaskFacts, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel
 from posttrain.recipes.sections import MIXTURE, Component, RolloutSection, TrainSection
+from posttrain.sampling.base import MOST_KEPT
 from posttrain.sampling.rollout import Grader
-from posttrain.training.batch_fields import comes_from_rollouts
+from posttrain.training.batch_fields import comes_from_rollouts, replays_sets
 from posttrain.training.checks import Components
 from posttrain.training.mismatch import has_dropout
 
@@ -59,6 +61,7 @@ def describe_run(
         Formula(recipe.aggregate.name, recipe.aggregate.options),
         advantage=_formula(recipe.advantage),
         correction=_formula(recipe.correction),
+        masks=tuple(MaskFacts(one.name, one.options, one.divisor) for one in recipe.masks),
         **regularizers,
         level=components.level,
         sampling=sampling,
@@ -103,7 +106,7 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         penalty = PenaltyFacts(of_reward.estimator, of_reward.weight, of_reward.target, of_reward.horizon)
     takes_all = components.selection is not None and bool(components.selection.traits.get("takes_all"))
     reads_samples = any(comes_from_rollouts(name) for name in components.needs)
-    is_cut = rollout.top_k is not None or rollout.top_p < 1.0
+    replays = replays_sets(rollout, components.needs)
     samples = components.engine.traits.get("samples", True)
     return SamplingFacts(
         num_prompts=rollout.num_prompts,
@@ -111,8 +114,11 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         max_tokens=rollout.max_tokens,
         takes_all=takes_all,
         masks_truncated=rollout.mask_truncated,
+        divides_all=rollout.truncated_divisor == "all",
         redraws=rollout.drop_uniform_groups,
-        is_cut=is_cut,
+        is_cut=rollout.is_truncated and not replays,
+        replays=replays,
+        most_kept=min(rollout.top_k or MOST_KEPT, MOST_KEPT) if replays else None,
         has_turns=recipe.environment is not None or bool(recipe.tools),
         turn_weight=sum(reward.weight for reward in recipe.rewards if reward.name == TURN_REWARD),
         staleness=rollout.staleness,
@@ -152,8 +158,10 @@ def without_formula(components: Components) -> list[str]:
         "advantage": recipe.advantage,
         "correction": recipe.correction,
     }
+    chosen |= {f"masks.{number}": mask for number, mask in enumerate(recipe.masks)}
     aggregations, corrections = formulas_of_weights()
     known = formulas_of_losses() | OF_DISTRIBUTIONS | aggregations | corrections | formulas_of_advantages()
+    known |= formulas_of_masks()
     names = []
     for key, component in chosen.items():
         if component is not None and component.name not in known:

@@ -71,6 +71,7 @@ def sampled_answer(rollout: Rollout) -> SampledAnswer:
         rollout.outcome,
         tuple(turn.reward for turn in rollout.turns),
         takes_part=not is_left_out(rollout.failures),
+        kept=completion.kept,
     )
 
 
