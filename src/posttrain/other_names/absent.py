@@ -4,10 +4,7 @@ from __future__ import annotations
 
 # Options.
 OPTIONS = {
-    "every token of a completion is trained": "top_entropy_quantile num_loss_tokens_to_skip entropy_quantile",
-    "correction icepop and objectives cispo and sapo bound large ratios in other ways": (
-        "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
-    ),
+    "every token of a completion is trained": "num_loss_tokens_to_skip",
     "every pair weighs the same; objective: robust_dpo is for noisy labels": ("use_weighting dpo_use_weighting"),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
         "loss_weights dpo_loss_weights ptx_coef enable_channel_loss preference_loss_weight"
@@ -68,7 +65,6 @@ OPTIONS = {
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
     ),
-    "the teacher is fixed for the whole run": "teacher_update_rate teacher_sync_steps teacher_model_kind",
     "a teacher is a model in this process, teacher.name": (
         "distillation.n_gpus_per_node teacher_server_urls use_teacher_server teacher_model_server_url "
         "teacher_model_init_kwargs teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk "
@@ -294,7 +290,7 @@ METHODS = {
         "the nearest are the objectives grpo, gspo, cispo, gmpo, sapo and ppo, or a function of your own as "
         "objective: module:function"
     ): (
-        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
+        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo opo gpg "
         "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft raft++ "
         "bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg l1_rl apa "
         "pf_ppo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo soft_grpo ttrl "
@@ -319,8 +315,8 @@ METHODS = {
         "selfplay oaif rlaif_online"
     ),
     "the nearest are the recipes distillation/*, rl/sdpo (self-distillation) and objective: distillation": (
-        "opsd sdft minillm distillm gold iw_opd skd akl dskd taid speculative_kd asft ssd "
-        "self_distillation_ft seqkd abkd goldtrainer goldconfig use_asft_loss "
+        "minillm distillm gold iw_opd skd akl dskd taid speculative_kd asft ssd "
+        "seqkd abkd goldtrainer goldconfig use_asft_loss "
         "asft_alpha"
     ),
     "a method of unlearning: objective dpo with your own pairs, or a function as objective: module:function": (

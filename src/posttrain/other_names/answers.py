@@ -188,7 +188,7 @@ SAID = {
         "default_agent_loop tool_use tool_calling mcp_client_config_path multi_turn.format"
     ),
     "rewards, a list of names, or of functions as module:function": (
-        "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager rubric "
+        "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager "
         "custom_reward_function.path apply_verifiable_reward reward_fn_key remap_verifier reward_fns "
         "reward_kwargs reward_functions reward_processing_classes verification launch_reward_fn_async "
         "use_reward_loop reward_model_plugin rm_type custom_rm_path group_rm"
@@ -206,9 +206,16 @@ SAID = {
     "rewards: {name: judge, model: NAME}, with url, temperature, max_tokens and timeout_seconds": (
         "llm_judge_model llm_judge_max_tokens llm_judge_temperature llm_judge_timeout judge_model llm_as_a_judge judge"
     ),
+    "rewards: {name: rubric, url: SERVER}, with criteria in each row under rubric": (
+        "rubric rubrics rubric_reward rubric_rewards rubrics_as_rewards apply_rubric_reward"
+    ),
+    "rewards: {name: judge_ranking, url: SERVER}": "ruler group_judge group_relative_judge ranking_reward",
     "task.split, or the split of each part of task: mixture": "dataset_mixer_list_splits",
     "model.adapter.alpha, of LoRA": "alpha",
     "teacher.name, one model": "teacher_models",
+    "teacher.weights: live, start or ema, which takes in every update": "teacher_model_kind teacher_sync_steps",
+    "teacher.prompt_format, with {question} and {shown} in it": "teacher_prompt_template reprompt_template",
+    "teacher.ema_decay, which is 1 less the rate, with teacher.weights: ema": "teacher_update_rate",
     "rollout.engine.url, one address": "client.base_url",
     "rollout.tool_seconds, of one call of a tool": "env.timeout",
     "the grader code_tests, with timeout_seconds and memory_megabytes": (
@@ -274,6 +281,14 @@ SAID = {
         "normalize_advantages advantage.type normalize_advantage whiten_advantages no_advantage_std_norm "
         "disable_compute_advantages_and_returns"
     ),
+    "masks: [{name: off_policy_sequence, threshold: 0.0001}]": (
+        "off_policy_mask_threshold off_policy_sequence_mask_delta opsm_delta opsm use_opsm off_policy_sequence_masking"
+    ),
+    "masks: [{name: top_entropy, share: 0.2}]; share is the part that is kept": "top_entropy_quantile entropy_quantile",
+    "objective: {name: clip_cov, share: 0.0002, cov_low: 1.0, cov_high: 5.0}": (
+        "clip_cov_ratio clip_cov_lb clip_cov_ub"
+    ),
+    "objective: {name: kl_cov, share: 0.0002, penalty: 1.0}": "kl_cov_ratio ppo_kl_coef",
     "advantage: gdpo, which normalizes each reward by itself; the other advantages are of the weighted sum": (
         "multi_objective_aggregation sum_then_normalize gdpo_reward_keys"
     ),
@@ -301,8 +316,8 @@ SAID = {
         "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
         "rollout.old_logprobs: trainer"
     ): (
-        "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min off_policy_mask_threshold ipo_mask_low "
-        "ipo_mask_high mask_ratio_high mask_ratio_low off_policy_sequence_mask_delta token_mask_high "
+        "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min ipo_mask_low "
+        "ipo_mask_high mask_ratio_high mask_ratio_low token_mask_high "
         "token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low sequence_clip_high "
         "dppo_mask_high dppo_mask_low rollout_rs_threshold_lower rollout_token_veto_threshold kl_mask_type "
         "ratio_length_norm use_icepop"

@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.acting import sections as conditions
 from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
-from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
+from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -72,6 +72,17 @@ class RewardComponent(Component):
     """
 
     weight: Annotated[float, IF_REWARDS_DIFFER] = 1.0
+
+
+class MaskComponent(Component):
+    """A mask over tokens of the optimizer batch.
+
+    Args:
+        divisor: the tokens and rows that the means of the loss divide by: ``all``, or those that are ``kept``. With
+            ``kept`` the terms of ``regularize`` are of the kept tokens, too.
+    """
+
+    divisor: Literal["all", "kept"] = "all"
 
 
 def as_list(value: object) -> object:
@@ -310,6 +321,8 @@ class RolloutSection(Section):
         label_above: the reward above which a completion is desirable, for objectives that read labels.
         mask_truncated: leave completions that a limit cut off out of the loss (DAPO's overlong filtering);
             their rewards count in the baseline.
+        truncated_divisor: the completions that the means of the loss divide by, with ``mask_truncated``: those that are
+            ``kept``, or ``all``.
         staleness: S: batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
         max_turns: limit of turns with an ``environment`` or ``tools`` (8).
         max_turn_tokens: limit of a turn.
@@ -334,6 +347,7 @@ class RolloutSection(Section):
     select: Component | None = None
     label_above: Annotated[float, conditions.IF_LABELS_ARE_READ] = 0.5
     mask_truncated: bool = False
+    truncated_divisor: Annotated[Literal["kept", "all"], conditions.IF_TRUNCATED_ARE_MASKED] = "kept"
     staleness: Annotated[int, conditions.IF_SEVERAL_BATCHES] = Field(default=0, ge=0, le=64)
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Annotated[Tokens | None, conditions.IF_TURN_IS_SHORTER] = None
@@ -379,38 +393,6 @@ class KLInRewardSection(Section):
         if self.target is not None and self.weight == 0:
             raise ValueError("a weight of 0 is multiplied and never moves towards 'target'; start from 0.01 or so")
         return self
-
-
-class HeadSection(Section):
-    """The head of a value or reward model: one linear layer, fp32.
-
-    Args:
-        trunk: a value head is on a model of its own (``separate``, which starts as a copy of the policy) or on
-            the policy's (``shared``); a reward head is always on the model that is trained.
-        init_std: standard deviation of its initial weights.
-        lr_ratio: multiplies the learning rate of the head and of a separate trunk.
-    """
-
-    trunk: Literal["separate", "shared"] = "separate"
-    init_std: float = Field(default=0.02, ge=0)
-    lr_ratio: float = Field(default=1.0, gt=0)
-
-
-class TeacherSection(Section):
-    """The teacher of objectives that read one.
-
-    Args:
-        name: a model, or ``self``: the model that is trained, given feedback that the student does not see (a
-            right answer of another sample to the same prompt).
-        top_k: candidates whose probabilities are kept for each token.
-        dtype: type of its weights; by default the student's.
-        trust_remote_code: run Python code that comes with the teacher; allowed on the command line only.
-    """
-
-    name: str
-    top_k: Annotated[int, conditions.IF_CANDIDATES_ARE_READ] = Field(default=64, ge=1)
-    dtype: Dtype | None = None
-    trust_remote_code: bool = False
 
 
 class DataSection(Section):

@@ -26,14 +26,17 @@ from posttrain.models.forward.actor_critic import ActorCritic, state_values
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.randomness import derive_key, uniforms
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
 from posttrain.training.idle_rows import UNSCORED, split_idle_rows
-from posttrain.types import Batch, Sample, collate, with_float64
+from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Sample, collate, with_float64
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
+    from posttrain.training.parts.averages import Teacher
+    from posttrain.training.parts.masks import BoundMask
 
 T = TypeVar("T")
 # Filled by the sources, with the rows.
@@ -42,8 +45,8 @@ GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
 # Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
 # after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
-# recipe's correction.
-PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
+# recipe's correction. ``step``: the number of the update (1-based).
+PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,19 @@ class Scorer:
         return scored
 
     @torch.no_grad()
+    def entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Two ``float32 [B, T]``: log-probabilities and entropies at the trained tokens, 0 elsewhere."""
+        logprobs = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        entropies = torch.zeros_like(logprobs)
+        for rows, outputs in self._each(batch, lambda forward, part: forward(part, "detached")):
+            places = torch.as_tensor(rows)
+            width = outputs.logprobs.shape[1]
+            logprobs[places, :width] = outputs.logprobs.cpu().float()
+            entropies[places, :width] = outputs.entropy.cpu().float()
+        self.process_group.add([logprobs, entropies], "entropies")
+        return logprobs, torch.where(batch.mask, entropies, torch.zeros_like(entropies))
+
+    @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """``[B, T]`` values of the states before each trained token, ``[B]`` of the state after the last one."""
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
@@ -100,8 +116,30 @@ class Scorer:
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return for each row, at its trained tokens, the likeliest tokens ``int64 [N, K]`` and their
         log-probabilities."""
+        return self._of_candidates(batch, k, lambda forward, part: forward.top_candidates(part, k))
+
+    @torch.no_grad()
+    def logprobs_of(self, batch: Batch, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each row, at its trained tokens, the log-probabilities of tokens ``int64 [N, K]``."""
+        k = ids[0].shape[-1]
+        table = torch.zeros((*batch.mask.shape, k), dtype=torch.long)
+        for row, own in enumerate(ids):
+            table[row, batch.mask[row]] = own
+        asked = replace(batch, fields={"teacher_ids": table})
+
+        def compute(forward: Forward, part: Batch) -> tuple[Tensor, Tensor]:
+            given = forward(part, "none", with_candidates=True).candidate_logprobs
+            assert given is not None, "asked for"
+            return part.field("teacher_ids"), given
+
+        return self._of_candidates(asked, k, compute)[1]
+
+    def _of_candidates(
+        self, batch: Batch, k: int, compute: Callable[[Forward, Batch], tuple[Tensor, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is computed of K tokens for each row, at its trained tokens; 0 of rows that are not computed."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
-        for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
+        for rows, both in self._each(batch, compute):
             likeliest = both[0].cpu()
             their_logprobs = both[1].cpu().float()
             for place, row in enumerate(rows):
@@ -160,11 +198,15 @@ def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
 
 
 @register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
-def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> dict[str, Tensor]:
-    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, with their
-    log-probabilities ``teacher_candidate_logprobs``."""
+def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, recipe: Recipe) -> dict[str, Tensor]:
+    """``int64 [B, T, K]``: the likeliest tokens (``teacher.top_k``) of the teacher, or of the student when the batch
+    was made (``teacher.support``), likeliest first, with the teacher's ``teacher_candidate_logprobs`` of them."""
     assert recipe.teacher is not None
-    ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
+    if recipe.teacher.support == "student":
+        ids, _ = policy.candidates(batch, recipe.teacher.top_k)
+        logprobs = teacher.logprobs_of(seen, ids)
+    else:
+        ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
     shape = (*batch.mask.shape, ids[0].shape[-1])
     all_ids = torch.zeros(shape, dtype=torch.long)
     all_logprobs = torch.zeros(shape, dtype=torch.float32)
@@ -196,6 +238,46 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
         of_rows = with_float64(ratio).to(torch.float64).sum(dim=1)
         baseline = max(0.0, float(of_rows.mean()))
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
+
+
+@register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
+def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
+    """``[B, T]``: log-probabilities under the weights before the update, and ``policy_entropy``, that of the
+    distribution of each token."""
+    logprobs, entropies = policy.entropies(batch)
+    return {"policy_logprobs": logprobs, "policy_entropy": entropies}
+
+
+@register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
+def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
+    """``[B, T]``: 1 of the tokens that ``clip_cov`` draws among those that its ratio does not clip, else 0.
+
+    The draw is a function of (seed, step, row).
+    """
+    from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
+
+    options = recipe.objective.options
+    mask = batch.trained_mask
+    advantages = batch.field("advantages")
+    ratio = log_ratio(batch.field("policy_logprobs"), batch.field("old_logprobs"), mask).exp()
+    falls = (ratio < 1.0 - options["clip_low"]) & (advantages < 0)
+    rises = (ratio > 1.0 + options["clip_high"]) & (advantages > 0)
+    keys = [derive_key(recipe.train.seed, "clip_cov", step, row) for row in range(batch.num_rows)]
+    draws = torch.from_numpy(uniforms(keys, batch.mask.shape[1]))
+    covariance = token_covariance(batch.field("policy_logprobs"), advantages, mask)
+    number = number_of(options["share"], mask)
+    chosen = draw_in_range(covariance, mask & ~falls & ~rises, draws, number, options["cov_low"], options["cov_high"])
+    return chosen.float()
+
+
+@register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
+def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
+    """``[B, T]``: 1 of the tokens with the largest covariance, which ``kl_cov`` punishes for leaving the sampler."""
+    from posttrain.algorithms.masks import largest, number_of, token_covariance
+
+    mask = batch.trained_mask
+    covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
+    return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
 
 
 def describe_one_prompt(batch: Batch, step: int) -> str:
@@ -260,7 +342,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     for entry_name in (*own, *of_others):
         entry = entries[entry_name]
         for name in _fills(entry):
-            if name in known or name in GIVEN:
+            if name in known or name in (*GIVEN, UNMASKED, COUNTED, LEFT_OUT):
                 raise RecipeError(
                     f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
                 )
@@ -359,7 +441,7 @@ class BatchFields:
 
     forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
     teaches, maybe the trained one itself. process_group: the processes that share the passes. vanishes: as of the
-    method; rows that it makes idle need no passes.
+    method; rows that it makes idle need no passes. masks: of the recipe.
     """
 
     needs: frozenset[str]
@@ -367,10 +449,11 @@ class BatchFields:
     forward: Forward | ActorCritic
     context_tokens: int
     reference: Reference | None = None
-    teacher: Forward | None = None
+    teacher: Teacher | None = None
     correct: Callable[[Tensor, Tensor], Tensor] | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     vanishes: tuple[str, ...] = ()
+    masks: Sequence[BoundMask] = ()
     _once: list[Entry] = field(init=False, default_factory=list)
     _each_step: list[Entry] = field(init=False, default_factory=list)
 
@@ -436,13 +519,17 @@ class BatchFields:
             return None
         return rows
 
-    def before_step(self, batch: Batch) -> Batch:
-        """Return a copy of the batch with the fields that depend on the weights of this step."""
-        if not self._each_step:
+    def before_step(self, batch: Batch, step: int = 0) -> Batch:
+        """Return a copy of the batch with the fields that depend on the weights of this ``step``, and on masks."""
+        if not self._each_step and not self.masks:
             return batch
         batch = replace(batch, fields=dict(batch.fields))
         for entry in self._each_step:
-            self._fill(entry, batch, batch)
+            self._fill(entry, batch, batch, step=step)
+        if self.masks:
+            from posttrain.training.parts.masks import apply_masks
+
+            batch.fields |= apply_masks(self.masks, batch)
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
@@ -451,9 +538,9 @@ class BatchFields:
         return batch.field(name)
 
     @torch.no_grad()
-    def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None) -> None:
+    def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None, step: int = 0) -> None:
         label = f"batch field {entry.name!r}"
-        parts = {"batch": batch, "seen": seen} | self._parts(rows)
+        parts = {"batch": batch, "seen": seen, "step": step} | self._parts(rows)
         filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
         tensors = {entry.name: filled}
         if isinstance(filled, dict):
@@ -490,7 +577,6 @@ class BatchFields:
         }
         if self.reference is not None:
             parts["reference"] = scorer(self.reference.open)
-        teacher = self.teacher
-        if teacher is not None:
-            parts["teacher"] = scorer(lambda: nullcontext(teacher))
+        if self.teacher is not None:
+            parts["teacher"] = scorer(self.teacher.open)
         return parts
