@@ -10,14 +10,14 @@ OPTIONS = {
     ),
     "every pair weighs the same; objective: robust_dpo is for noisy labels": ("use_weighting dpo_use_weighting"),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
-        "loss_weights dpo_loss_weights multi_objective_aggregation ptx_coef enable_channel_loss preference_loss_weight"
+        "loss_weights dpo_loss_weights ptx_coef enable_channel_loss preference_loss_weight"
     ),
     "log-probabilities must be those of the model; a reward can count repetitions": (
         "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
         "logits_processor bad_words allowed_token_ids encoder_repetition_penalty bad_words_ids "
         "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias"
     ),
-    "rollout.top_p and rollout.top_k are": "min_p typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
+    "rollout.top_p, top_k and min_p are": "typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
     "rollout.max_tokens is the only limit of a length; a reward can punish short answers": (
         "min_tokens min_new_tokens min_length ignore_eos thinking_token_budget max_thinking_tokens "
         "reasoning_effort min_response_length"
@@ -294,7 +294,7 @@ METHODS = {
         "the nearest are the objectives grpo, gspo, cispo, gmpo, sapo and ppo, or a function of your own as "
         "objective: module:function"
     ): (
-        "gdpo tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
+        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
         "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft raft++ "
         "bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg l1_rl apa "
         "pf_ppo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo soft_grpo ttrl "

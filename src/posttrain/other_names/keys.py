@@ -97,6 +97,7 @@ KEYS = {
     "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature rollout_temperature",
     "rollout.top_p": "top_p vllm_top_p generation_top_p rollout_top_p",
     "rollout.top_k": "top_k generation_top_k rollout_top_k",
+    "rollout.min_p": "min_p generation_min_p rollout_min_p",
     "rollout.engine": "generation_backend rollout_engine inference_engine rollout_backend",
     "rollout.engine.url": "vllm_server_base_url base_url server_url",
     "rollout.engine.gpu_memory_utilization": (
@@ -234,7 +235,8 @@ FAMILIES = {
     "eaft_alpha": "eaft_*",
     "replay_buffer": "replay_buffer_* reroll_* skip_rollout_*",
     "curriculum": "curriculum_*",
-    "gdpo": "chord_* vespo_* dppo_* tvpo_* gfpo_* gdpo_* pf_ppo_* vapo_*",
+    "tvpo": "chord_* vespo_* dppo_* tvpo_* gfpo_* pf_ppo_* vapo_*",
+    "multi_objective_aggregation": "gdpo_*",
     "cosine_scaled_reward": "cosine_m*_len* repetition_*",
     "early_stopping": "early_stop* loss_watchdog_*",
     "ema": "ema_* bema_*",

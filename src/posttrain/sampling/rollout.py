@@ -20,7 +20,7 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Engine, Episode, Sampling
-from posttrain.types import Completion, Example, Rollout, Turn
+from posttrain.types import NO_VALUE, Completion, Example, Rollout, Turn
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from transformers import PreTrainedTokenizerBase
@@ -120,6 +120,8 @@ def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | N
         total += weight * values[name]
         if isinstance(reward, MeasuredReward):
             failure = reward.failure or failure
+            if not reward.has_value:
+                info[f"{NO_VALUE}{name}"] = 1.0
         if isinstance(reward, Verdict) and name == "correct":
             outcome = reward.outcome
             if reward.extracted is not None:

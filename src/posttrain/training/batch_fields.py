@@ -22,7 +22,8 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.actor_critic import ActorCritic, state_values
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -197,11 +198,15 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
-def has_other_prompts(batch: Batch) -> bool:
-    """Return whether the rows of a batch answer more than one prompt."""
+def describe_one_prompt(batch: Batch, step: int) -> str:
+    """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
-    prompts = {tuple(ids[:length]) for ids, length in rows}
-    return len(prompts) > 1
+    if "kl_baseline" not in batch.fields or len({tuple(ids[:length]) for ids, length in rows}) > 1:
+        return ""
+    return (
+        f"all answers of step {step} have the same prompt, so the KL baseline, which takes answers to other prompts, "
+        "is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
+    )
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
@@ -338,6 +343,16 @@ def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -
     return 1.0
 
 
+def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
+    """Return whether log-probabilities are over the sets that truncated sampling kept (sampling replay).
+
+    They are for a policy gradient, as its temperature is (``scoring_temperature``).
+    """
+    if rollout is None or not rollout.is_truncated:
+        return False
+    return any(comes_from_rollouts(name) for name in needs)
+
+
 @dataclass(slots=True)
 class BatchFields:
     """Fills the fields of batches: exactly ``needs``, and what these need.
@@ -387,6 +402,8 @@ class BatchFields:
         """
         if seen is None:
             seen = batch
+        elif batch.kept is not None:
+            seen.kept = batch.kept.moved(batch.mask, seen.mask)
         has_same_answers = seen.mask.sum(dim=1) == batch.mask.sum(dim=1)
         assert bool(has_same_answers.all()), "the teacher reads the same answers"
         rows: list[int] | None = None

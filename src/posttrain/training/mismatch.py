@@ -15,8 +15,7 @@ from posttrain.balances.findings import Imbalance
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.inert import ROOM, narrow_bounds
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RolloutSection
+from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.types import Batch, Outputs
 
 HOPELESS_KL = 0.05  # from sampler to trainer, nats per token: no run learns from such answers; limits are far below
@@ -100,23 +99,42 @@ def _refuse(one: Imbalance, earlier: Sequence[Imbalance], which: str, metrics: M
     )
 
 
-def describe_narrow_clip(recipe: Recipe, policy: Forward, metrics: Mapping[str, float], step: int) -> str:
+def describe_clamped(metrics: Mapping[str, float], step: int) -> str:
+    """Return a warning where log-ratios of a step were clamped; empty if none was."""
+    share = metrics.get(CLAMPED, 0.0)
+    if not share:
+        return ""
+    return (
+        f"{share:.2%} of the trained tokens of step {step} have a log-ratio beyond ±20 to the sampler, the reference "
+        "or the teacher. It is clamped, so that loss and gradient are not those of the formula. Check that teacher and "
+        "reference fit the model and its prompts, or lower train.lr"
+    )
+
+
+def describe_narrow_clip(
+    bounds: Mapping[str, float],
+    rollout: RolloutSection,
+    train: TrainSection,
+    policy: Forward,
+    metrics: Mapping[str, float],
+    step: int,
+) -> str:
     """Return a warning where the clip range is narrower than ten times the mismatch of ratios; empty if there is none.
+
+    ``bounds``: the distances of the range's ends from 1, by key.
 
     Before the first update of a batch of answers sampler and trainer have the same weights, so that ratios are 1 but
     for rounding, and what is clipped is rounding.
     """
-    options = recipe.rollout
     mismatch = metrics.get("ratio_distance")
-    updates_per_batch = recipe.train.ppo_epochs * recipe.train.num_minibatches
-    is_first = (step - 1) % updates_per_batch == 0
-    if options is None or options.staleness or not is_first or mismatch is None or has_dropout(policy.model):
+    is_first = (step - 1) % train.updates_per_batch == 0
+    if rollout.staleness or not is_first or mismatch is None or has_dropout(policy.model):
         return ""
-    narrow = narrow_bounds(recipe, mismatch)
+    narrow = narrow_bounds(bounds, mismatch)
     if not narrow:
         return ""
     remedy = "Set rollout.old_logprobs: trainer"
-    if options.old_logprobs == "trainer":
+    if rollout.old_logprobs == "trainer":
         remedy = "Widen the range, or train in fp32 (model.dtype, train.precision)"
     clipped = ""
     if "clip_fraction" in metrics:
@@ -135,6 +153,14 @@ def has_dropout(model: torch.nn.Module) -> bool:
     return False
 
 
+def _only_kept(logits: Tensor, kept: Tensor) -> Tensor:
+    """``[L, V]`` with what is outside of the sets ``kept [L, K]`` (filled up with -1) at minus infinity."""
+    is_member = torch.zeros((len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
+    is_member.scatter_(1, kept.long().masked_fill(kept < 0, logits.shape[1]), True)
+    has_set = (kept >= 0).any(dim=1, keepdim=True)
+    return logits.masked_fill(has_set & ~is_member[:, :-1], -torch.inf)
+
+
 @torch.no_grad()
 def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     """Say by how much each side differs from the model's own forward pass of the first row."""
@@ -146,6 +172,10 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     mask = row.mask[0, :length]
     outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     logits = outputs.logits[0, :-1].float()
+    if row.kept is not None:
+        columns = torch.zeros_like(row.mask)
+        columns[0, 1:length] = True
+        logits = _only_kept(logits, row.kept.dense(columns.cpu()).to(logits.device))
     table = (logits / policy.temperature).log_softmax(-1)
     own = table.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 

@@ -14,10 +14,10 @@ from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import MIXTURE, Component, RolloutSection
+from posttrain.recipes.sections import MIXTURE, Component, RolloutSection, TrainSection
+from posttrain.sampling.base import MOST_KEPT
 from posttrain.sampling.rollout import Grader
-from posttrain.training.batch_fields import comes_from_rollouts
+from posttrain.training.batch_fields import comes_from_rollouts, replays_sets
 from posttrain.training.checks import Components
 from posttrain.training.mismatch import has_dropout
 
@@ -42,12 +42,12 @@ def describe_run(
     sampling: SamplingFacts | None = None
     updates = 1
     if recipe.rollout is not None:
-        updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        updates = recipe.train.updates_per_batch
         sampling = replace(
             _describe_sampling(components, recipe.rollout),
             rewards={name: weight for name, weight, _ in grader.rewards},
             stop_ids=tuple(sorted(stop_ids(loaded.tokenizer, grader.template))),
-            context=recipe.within(context_length(loaded.model.config)),
+            context=recipe.rollout.within(context_length(loaded.model.config)),
             num_examples=num_examples,
         )
     regularizers: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def describe_run(
         **regularizers,
         level=components.level,
         sampling=sampling,
-        optimizer=_describe_optimizer(recipe),
+        optimizer=_describe_optimizer(recipe.optimizer, recipe.train),
         sampler_limit=kl_limit(num_layers, *trainer, *sampler),
         trainer_limit=kl_limit(num_layers, *trainer),
         updates=updates,
@@ -104,7 +104,7 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         penalty = PenaltyFacts(of_reward.estimator, of_reward.weight, of_reward.target, of_reward.horizon)
     takes_all = components.selection is not None and bool(components.selection.traits.get("takes_all"))
     reads_samples = any(comes_from_rollouts(name) for name in components.needs)
-    is_cut = rollout.top_k is not None or rollout.top_p < 1.0
+    replays = replays_sets(rollout, components.needs)
     samples = components.engine.traits.get("samples", True)
     return SamplingFacts(
         num_prompts=rollout.num_prompts,
@@ -113,7 +113,9 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         takes_all=takes_all,
         masks_truncated=rollout.mask_truncated,
         redraws=rollout.drop_uniform_groups,
-        is_cut=is_cut,
+        is_cut=rollout.is_truncated and not replays,
+        replays=replays,
+        most_kept=min(rollout.top_k or MOST_KEPT, MOST_KEPT) if replays else None,
         has_turns=recipe.environment is not None or bool(recipe.tools),
         turn_weight=sum(reward.weight for reward in recipe.rewards if reward.name == TURN_REWARD),
         staleness=rollout.staleness,
@@ -125,17 +127,16 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
     )
 
 
-def _describe_optimizer(recipe: Recipe) -> OptimizerFacts:
-    train = recipe.train
+def _describe_optimizer(component: Component, train: TrainSection) -> OptimizerFacts:
     return OptimizerFacts(
-        recipe.optimizer.name,
+        component.name,
         train.lr,
         train.steps,
         train.warmup_steps,
         train.schedule,
         train.min_lr_ratio,
         train.max_grad_norm,
-        recipe.optimizer.options,
+        component.options,
     )
 
 

@@ -96,6 +96,7 @@ def recorded_answer(row: RecordedRollout) -> SampledAnswer:
         row.outcome,
         tuple(turn.reward for turn in row.turns),
         takes_part=not is_left_out(row.failures),
+        kept=row.kept,
     )
 
 

@@ -15,7 +15,8 @@ from posttrain.balances.findings import Imbalance
 from posttrain.balances.of_answers import surprise_of
 from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
 from posttrain.errors import Unbalanced
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.process_group import ProcessGroup
 from posttrain.store.rollouts import RolloutStore
 from posttrain.store.updates import RecordedUpdate
@@ -70,6 +71,7 @@ def sampled_answer(rollout: Rollout) -> SampledAnswer:
         rollout.outcome,
         tuple(turn.reward for turn in rollout.turns),
         takes_part=not is_left_out(rollout.failures),
+        kept=completion.kept,
     )
 
 

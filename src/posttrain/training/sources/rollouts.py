@@ -26,7 +26,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
-from posttrain.training.batch_fields import BatchFields
+from posttrain.training.batch_fields import BatchFields, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.prompts import Prompts
@@ -79,17 +79,18 @@ class RolloutSource(Source):
         self.max_prompt_tokens = recipe.prompt.max_prompt_tokens
         self.seed = recipe.train.seed
         self.minibatches = recipe.train.num_minibatches
-        self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        self.updates = recipe.train.updates_per_batch
         self.task = task
         self.grader = grader
         self.tokenizer = tokenizer
         self.engine = engine
         self.stage = stage
-        self.context_tokens = context_tokens = recipe.within(context_tokens)
+        self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
         self.advantage_estimator = advantage_estimator
+        self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
         self.batch_fields = fields
         self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
@@ -125,6 +126,8 @@ class RolloutSource(Source):
             stop_ids=stop_ids(self.tokenizer, self.grader.template),
             max_total_tokens=self.context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
+            min_p=self.options.min_p,
+            keeps_sets=replays_sets(self.options, self.batch_fields.needs),
         )
 
     def __call__(self, step: int) -> TrainBatch:
@@ -220,7 +223,7 @@ class RolloutSource(Source):
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
         units = self._choose(rewards)
         if not self.advantage_estimator.needs_batch:
-            _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
+            _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
         trained = self._unmasked(chosen, units)
         # advantages per token are over all completions, the masked ones included
         rows = units if self.advantage_estimator.needs_batch else trained
@@ -347,9 +350,11 @@ class RolloutSource(Source):
         played = [r for r in group if not r.has_failed]
         part = self.options.uniform_by
         rewards = [r.reward for r in played]
-        seen = set(rewards)
+        seen: set[object] = set(rewards)
         if part != "reward":
             seen = {r.parts[part] for r in played}
+        elif self.advantage_estimator.of_parts:  # other parts may have the same sum
+            seen = {tuple(r.parts[name] for name, _ in self.weighted_rewards) for r in played}
         units = self._choose([torch.tensor(rewards, dtype=torch.float64)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
@@ -496,6 +501,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         group=group,
         prefix=len(prompt),
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
+        kept=answer.kept,
     )
 
 
@@ -541,7 +547,17 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
         info["completion_length_correct"] = fmean(correct)
     if wrong:
         info["completion_length_wrong"] = fmean(wrong)
-    return info | _describe_turns(rollouts, everything)
+    return info | _describe_sets(rollouts) | _describe_turns(rollouts, everything)
+
+
+def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of the sets that truncation kept, where answers have them."""
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    num_drawn = sum(r.completion.num_own for r in rollouts)
+    if not sets or not num_drawn:
+        return {}
+    num_kept = sum(len(kept.ids) for kept in sets)
+    return {"kept_tokens": num_kept / num_drawn, "kept_sets_cut": sum(kept.num_cut for kept in sets) / num_drawn}
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
