@@ -16,7 +16,11 @@ from posttrain.commands.serve.tinker import wire
 from serving import Served
 
 API = "/api/v1"
-SAMPLE_KEYS = ("num_samples", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs") + (
+SAMPLE_KEYS = (  # of a request for samples, outside of its sampling_params
+    "num_samples",
+    "prompt_logprobs",
+    "prompt_logprobs_last_n",
+    "topk_prompt_logprobs",
     "topk_sample_logprobs",
 )
 Rows = Sequence[tuple[Sequence[int], dict[str, Tensor]]]  # token ids, and the inputs of the loss

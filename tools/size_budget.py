@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_160,
     "api": 17_578,
     "balances": 21_306,
-    "commands": 51_760,
+    "commands": 65_682,
     "conformance": 15_274,
     "data": 66_648,
     "evaluation": 30_852,
@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 17_806,
     "sweeps": 26_362,
     "terminal": 4_377,
-    "training": 59_990,
+    "training": 63_446,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
