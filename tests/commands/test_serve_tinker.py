@@ -22,7 +22,7 @@ from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import open_model
 from posttrain.training.stepwise.datums import Datum
 from posttrain.training.stepwise.losses import choose_loss
-from posttrain.training.stepwise.trainee import AdamSettings, AdapterChoice, Trainee
+from posttrain.training.stepwise.trainee import AdamStep, AdapterChoice, Trainee
 from serving import Served, serving_here
 from tinker_client import API, TinkerClient, loss_request, tokens_of
 
@@ -83,7 +83,7 @@ def test_losses_and_weights_are_those_of_this_package(client: TinkerClient, fold
         assert total == expected
         assert all(torch.equal(a, b) for a, b in zip(logprobs, expected_logprobs, strict=True))
         metrics = client.numbered("optim_step", adam_params=ADAM)["metrics"]
-        assert metrics == own.update(AdamSettings(**ADAM))
+        assert metrics == own.update(AdamStep(**ADAM))
     path = client.numbered("save_weights", path="after-two")["path"]
     assert path == f"tinker://{client.model}/weights/after-two"
     mine = own.save(folder / f"own-{rank}", with_optimizer=True, note={})

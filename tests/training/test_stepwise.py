@@ -13,7 +13,7 @@ from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
 from posttrain.recipes.sections import ModelSection
 from posttrain.training.stepwise.datums import Datum, check_datum
 from posttrain.training.stepwise.losses import LOSSES, check_sequences, choose_loss
-from posttrain.training.stepwise.trainee import WHOLE, AdamSettings, AdapterChoice, Trainee
+from posttrain.training.stepwise.trainee import WHOLE, AdamStep, AdapterChoice, Trainee
 from refusing import refuses
 
 TINY = ModelSection(name="tiny")
@@ -122,7 +122,7 @@ def test_several_targets_at_a_token_are_summed_with_their_weights(trainee: Train
 
 
 def test_gradients_add_up_over_calls_and_a_step_is_adamw() -> None:
-    settings = AdamSettings(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-10, weight_decay=0.1, grad_clip_norm=50.0)
+    settings = AdamStep(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-10, weight_decay=0.1, grad_clip_norm=50.0)
     one, together = Trainee(TINY, AdapterChoice(rank=4)), Trainee(TINY, AdapterChoice(rank=4))
     loss = choose_loss("ppo", {})
     datums = [rl_datum("ppo", 1), rl_datum("ppo", 2)]
@@ -150,7 +150,7 @@ def test_gradients_add_up_over_calls_and_a_step_is_adamw() -> None:
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_restore_goes_on_to_the_bit(tmp_path: Path, rank: int) -> None:
-    loss, settings = choose_loss("cross_entropy", {}), AdamSettings(learning_rate=1e-3)
+    loss, settings = choose_loss("cross_entropy", {}), AdamStep(learning_rate=1e-3)
     datum = Datum(IDS, targets(), {"weights": torch.ones(LENGTH)})
     first, second = Trainee(TINY, AdapterChoice(rank=rank)), Trainee(TINY, AdapterChoice(rank=rank))
     first.evaluate([datum], loss, learns=True)
@@ -184,14 +184,14 @@ def test_an_adapter_reaches_the_parts_that_were_chosen(choice: AdapterChoice, na
 def test_a_step_without_gradients_and_one_that_is_not_finite_are_refused() -> None:
     trainee = Trainee(TINY, AdapterChoice(rank=2))
     with refuses(UsageError, "forward_backward"):
-        trainee.update(AdamSettings())
+        trainee.update(AdamStep())
     before = [p.detach().clone() for p in trainee.parameters]
     trainee.evaluate(
         [Datum(IDS, targets(), {"weights": torch.ones(LENGTH)})], choose_loss("cross_entropy", {}), learns=True
     )
     trainee.loss = float("nan")
     with refuses(NonFiniteLoss, "loss nan"):
-        trainee.update(AdamSettings())
+        trainee.update(AdamStep())
     assert all(torch.equal(a, b) for a, b in zip(before, trainee.parameters, strict=True))
     huge = Datum(IDS, targets(), {"weights": torch.full((LENGTH,), 3e38)})
     with refuses(UsageError, "dropped"):

@@ -59,7 +59,7 @@ class AdapterChoice(Options):
 WHOLE = AdapterChoice(rank=0)
 
 
-class AdamSettings(Options):
+class AdamStep(Options):
     """One step of AdamW; defaults are Tinker's. ``grad_clip_norm`` 0 clips nothing."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
@@ -162,7 +162,7 @@ class Trainee:
         self.names = [name for name, _ in named]
         self.parameters: list[Parameter] = [parameter for _, parameter in named]
         build = registry.find("optimizer", "adamw").bind({})
-        self.optimizer: torch.optim.Optimizer = build(named, AdamSettings().learning_rate)
+        self.optimizer: torch.optim.Optimizer = build(named, AdamStep().learning_rate)
         self.step = 0
         self.loss = 0.0
 
@@ -202,7 +202,7 @@ class Trainee:
             logprobs.append(own)
         return total, logprobs
 
-    def update(self, settings: AdamSettings) -> dict[str, float]:
+    def update(self, settings: AdamStep) -> dict[str, float]:
         """Take a step of AdamW along the gradients; return its metrics.
 
         Raises:

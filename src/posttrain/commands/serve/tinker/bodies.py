@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from posttrain.commands.serve.requests import MAX_ANSWERS, BadRequest
 from posttrain.option_types import AnySize, Options, Tokens
-from posttrain.training.stepwise.trainee import WHOLE, AdamSettings, AdapterChoice
+from posttrain.training.stepwise.trainee import WHOLE, AdamStep, AdapterChoice
 from posttrain.untrusted import first_fault
 
 MAX_TOP = 128  # likeliest tokens of a place
@@ -78,7 +78,7 @@ class OfModel(TinkerBody):
 class OptimStep(OfModel):
     """``POST /api/v1/optim_step``."""
 
-    adam_params: AdamSettings
+    adam_params: AdamStep
 
 
 class SaveWeights(OfModel):
