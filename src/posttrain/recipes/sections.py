@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.acting import sections as conditions
 from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
-from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
+from posttrain.option_types import Dtype, Few, Options, Seed, StopTexts, Tokens
 from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -300,6 +300,10 @@ class RolloutSection(Section):
             replay).
         top_p: sample from the likeliest tokens that have this probability together.
         min_p: sample from the tokens of at least this share of the largest probability.
+        min_tokens: an answer (or turn) does not end before it has so many tokens.
+        repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
+            negative ones. An objective that follows the sampler follows it, and ``min_tokens``, too.
+        stop: texts, each of which ends an answer (or turn) where it is complete; it stays in the answer.
         drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
             lower rewards.
         uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
@@ -327,6 +331,9 @@ class RolloutSection(Section):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
+    min_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    stop: StopTexts = Field(default_factory=list)
     drop_uniform_groups: bool = False
     uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
     max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
@@ -340,6 +347,21 @@ class RolloutSection(Section):
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> Self:
+        longest = self.max_turn_tokens or self.max_tokens
+        if self.min_tokens >= longest:
+            raise ValueError(
+                f"'min_tokens' {self.min_tokens} leaves no token to end with, for at most {longest} are sampled; set "
+                "it lower, or raise the limit"
+            )
+        return self
+
+    @property
+    def has_rules(self) -> bool:
+        """True if logits are changed by a function of the tokens before."""
+        return self.min_tokens > 0 or self.repetition_penalty != 1
 
     @property
     def is_truncated(self) -> bool:
