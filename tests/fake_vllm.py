@@ -115,9 +115,7 @@ class FakeVllm:
             "token_ids": list(found.ids),
             "finish_reason": found.finish,
             "stop_reason": found.ids[-1] if found.finish == "stop" else None,
-            "logprobs": {
-                "content": [{"token_id": i, "logprob": x, "rank": 1, "top_logprobs": []} for i, x in logprobs]
-            },
+            "logprobs": {"content": logprobs},
             "sampling_mask": [list(found.kept.at(t)) for t in range(len(found.ids))],
             "routed_experts": None,
         }
