@@ -150,7 +150,7 @@ EXPLANATIONS = {
             "a micro-batch gives no gradient or one of another scale",
             "a term is detached, or one is not that should be",
         ),
-        "recompute the gradient of this update from the checkpoint before it",
+        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
     ),
     "leftover": Explanation(
         ("gradients are not cleared after the update",),
@@ -166,7 +166,7 @@ EXPLANATIONS = {
             "gradients are clipped or scaled in another way",
             "some weights are not updated",
         ),
-        "recompute one optimizer step from the checkpoint before it",
+        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
     ),
     "moved": Explanation(
         ("the learning rate does not reach the optimizer", "it is too small for the type of the weights"),
