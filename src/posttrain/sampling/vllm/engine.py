@@ -58,26 +58,18 @@ def vllm(
         dtype: type of the server's weights.
         max_model_len: longest prompt and answer together.
         enforce_eager: compile nothing.
-        sampling_mask: the server returns the tokens that were kept for each draw (vLLM 0.32 and later, started with
-            --return-sampling-mask and --enable-scale-out), so that training may truncate. Greedy answers then have no
-            log-probabilities.
+        sampling_mask: the server returns the kept tokens of each draw (vLLM 0.32, --return-sampling-mask and
+            --enable-scale-out), so that training may truncate. Greedy answers have no log-probabilities then.
     """
-    wanted: tuple[str, ...] = ()
-    if served_name is not None:
-        wanted = (served_name,)
+    wanted = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
-    asking |= {"where": where, "sampling_mask": sampling_mask}
+    asking.update(where=where, sampling_mask=sampling_mask)
     if model is None:
         return _ask_server(url or DEFAULT_URL, tokenizer, checkpoint, wanted, asking)
     from posttrain.sampling.vllm.following import TrainingVllmEngine  # needs transformers
 
-    own = {
-        "gpus": tuple(gpus or ()),
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "enforce_eager": enforce_eager,
-    }
+    own: dict[str, Any] = {"gpus": tuple(gpus or ()), "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype}
+    own |= {"max_model_len": max_model_len, "enforce_eager": enforce_eager}
     return TrainingVllmEngine(model, tokenizer, url, own, tolerance=tolerance, wanted=wanted, **asking)
 
 
