@@ -132,6 +132,13 @@ EXPLANATIONS = {
         ),
         "compare the mean of −log p of the drawn tokens with the entropy, batch by batch",
     ),
+    "mask": Explanation(
+        (
+            "the limit between tokens is of a micro-batch or of one process",
+            "the numbers that decide are of other weights, rows or tokens",
+        ),
+        "change train.micro_batch_rows: `masked_tokens` and `cov_fraction` must stay",
+    ),
     "correction": Explanation(
         ("the correction's ratio is upside down or of other log-probabilities", "its cap is another one"),
         "compute the factor of one row from its recorded log-probabilities",
