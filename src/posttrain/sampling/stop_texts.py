@@ -11,7 +11,7 @@ TOKENS_OF_A_CHARACTER = 4  # a character of UTF-8 has at most four bytes
 TOKENS_BEFORE = 8  # a character that begins before the window, and white space that a decoder takes off its front
 
 
-class StopTexts:
+class StopFinder:
     """Says of an answer token by token whether it is complete."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:

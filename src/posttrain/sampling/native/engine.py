@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posttrain.sampling.native.reference_path import PlainSchedule
-    from posttrain.sampling.stop_texts import StopTexts
+    from posttrain.sampling.stop_texts import StopFinder
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
@@ -200,12 +200,12 @@ class NativeEngine(Engine):
                 f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; the others are "
                 "never sampled"
             )
-        stop_texts: StopTexts | None = None
+        stop_texts: StopFinder | None = None
         if sampling.stop:
-            from posttrain.sampling.stop_texts import StopTexts
+            from posttrain.sampling.stop_texts import StopFinder
 
             assert self.tokenizer is not None, "an engine that knows texts has a tokenizer"
-            stop_texts = StopTexts(self.tokenizer, sampling.stop)
+            stop_texts = StopFinder(self.tokenizer, sampling.stop)
         if path in _OWN_FORWARD:
             from posttrain.sampling.native.reference_path import PlainSchedule
 

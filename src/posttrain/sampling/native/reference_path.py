@@ -26,7 +26,7 @@ from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
 from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
-from posttrain.sampling.stop_texts import StopTexts
+from posttrain.sampling.stop_texts import StopFinder
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
 
@@ -169,7 +169,7 @@ class PlainSchedule:
         num_slots: int,
         *,
         is_cached: bool,
-        stop_texts: StopTexts | None = None,
+        stop_texts: StopFinder | None = None,
     ) -> None:
         self.stop_texts = stop_texts
         self.model, self.prompts, self.sampling = model, prompts, sampling
@@ -209,7 +209,7 @@ def _steps_of_batch(
     batch: list[Conversation],
     sampling: Sampling,
     is_cached: bool,
-    stop_texts: StopTexts | None,
+    stop_texts: StopFinder | None,
 ) -> Iterator[None]:
     """Complete the rows, a token of each between two yields."""
     device = model.get_input_embeddings().weight.device

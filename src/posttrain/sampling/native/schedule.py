@@ -29,7 +29,7 @@ from posttrain.sampling.base import Conversation, Respondent, Sampling, check_id
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.sampling.native.recorded import RecordedSteps
 from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
-from posttrain.sampling.stop_texts import StopTexts
+from posttrain.sampling.stop_texts import StopFinder
 from posttrain.types import Finish, with_float64
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
@@ -80,7 +80,7 @@ class Schedule:
         respondent: Respondent | None = None,
         vocab_size: int | None = None,
         limit: int | None = None,
-        stop_texts: StopTexts | None = None,
+        stop_texts: StopFinder | None = None,
     ) -> None:
         self.stop_texts = stop_texts
         self.decoder, self.prompts, self.sampling = decoder, list(prompts), sampling
