@@ -11,7 +11,7 @@ import pytest
 import posttrain as pt
 from posttrain.errors import RecipeError, UsageError
 from posttrain.store.metric_names import ACCURACY, metric_of
-from posttrain.training.parts.ranking import Ranking
+from posttrain.training.parts.ranking import EvaluationRanking
 from refusing import refuses
 from small_runs import Events, make_recipe, run, steps_of, watched
 
@@ -30,7 +30,7 @@ LOSS = metric_of("loss")
 def test_stale_evaluations_are_counted_since_the_last_better_one(
     metric: Any, values: list[float], best: int, stale: list[int]
 ) -> None:
-    ranking = Ranking(patience=2)
+    ranking = EvaluationRanking(patience=2)
     counted, ended = [], []
     ranking.add(metric, {"t": {metric.name: 0.9}}, 0)  # the start is not ranked
     assert ranking.best is None
@@ -40,13 +40,13 @@ def test_stale_evaluations_are_counted_since_the_last_better_one(
         ended.append(ranking.has_waited())
     assert (ranking.best, counted) == ({"step": float(best), metric.name: values[best - 1]}, stale)
     assert ended == [count >= 2 for count in stale]
-    assert not Ranking(None, ranking.best, 99).has_waited()
+    assert not EvaluationRanking(None, ranking.best, 99).has_waited()
 
 
 def test_patience_without_a_primary_metric_is_refused() -> None:
     with refuses(UsageError, "eval.patience", "eval.best"):
-        Ranking(patience=1).add(None, {"t": {}}, 0)
-    Ranking().add(None, {"t": {}}, 1)
+        EvaluationRanking(patience=1).add(None, {"t": {}}, 0)
+    EvaluationRanking().add(None, {"t": {}}, 1)
 
 
 def recipe_of(patience: int | None) -> Any:

@@ -58,7 +58,7 @@ from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.parts.averages import average_tensors, restore_averages
-from posttrain.training.parts.ranking import Ranking
+from posttrain.training.parts.ranking import EvaluationRanking
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
 from posttrain.training.records.stored_records import FACTS, write_facts
@@ -127,7 +127,7 @@ class Loop:
     steps: int
     process_group: ProcessGroup = SINGLE_PROCESS
     step: int = 0
-    ranking: Ranking = field(init=False)
+    ranking: EvaluationRanking = field(init=False)
     evaluations: dict[str, dict[str, float]] | None = None
     warned: set[str] = field(default_factory=set)  # of what this process has warned
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
@@ -136,7 +136,7 @@ class Loop:
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ranking = Ranking(self.plan.eval.patience)
+        self.ranking = EvaluationRanking(self.plan.eval.patience)
         self.update_records = open_records(
             self.parts, self.rollouts, self.process_group, ends_run=self.plan.train.strict
         )

@@ -13,7 +13,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.store.metrics import MetricsRow, TrackedRun
 
 
-class Session(ABC):
+class TrackingSession(ABC):
     """One run of a tracking library. A run that starts again writes all its rows anew and removes the older copy.
 
     Args:

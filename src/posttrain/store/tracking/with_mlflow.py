@@ -11,7 +11,7 @@ from posttrain.errors import MissingExtra, UsageError, hide_secrets
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.store.metrics import MetricsRow, TrackedRun, Tracker
-from posttrain.store.tracking.sessions import Session, flat, keys_of
+from posttrain.store.tracking.sessions import TrackingSession, flat, keys_of
 
 _URI = re.compile(r"databricks(://\S+)?|(https?|sqlite|postgresql|mysql|mssql)(\+\w+)?://\S+")
 _KEY = re.compile(r"[^\w\-. /]")
@@ -52,7 +52,7 @@ def mlflow(run: TrackedRun, *, uri: str | None = None, experiment: str = "posttr
     return _MLflow(run, MlflowClient(tracking_uri=given), experiment, Metric, Param)
 
 
-class _MLflow(Session):
+class _MLflow(TrackingSession):
     def __init__(self, run: TrackedRun, client: Any, experiment: str, metric: Any, parameter: Any) -> None:
         super().__init__(run, "mlflow", ("mlflow", "requests", "urllib3"), "track: trackio needs no server")
         self.client = client

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from posttrain.errors import MissingExtra
 from posttrain.registry import register
 from posttrain.store.metrics import MetricsRow, TrackedRun, Tracker
-from posttrain.store.tracking.sessions import Session, flat
+from posttrain.store.tracking.sessions import TrackingSession, flat
 
 
 @register("tracker")
@@ -43,7 +43,7 @@ def swanlab(
 _NO_PROBE = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
 
 
-class _SwanLab(Session):
+class _SwanLab(TrackingSession):
     def __init__(self, run: TrackedRun, library: Any, place: dict[str, str | None]) -> None:
         super().__init__(run, "swanlab", ("swanlab", "requests", "urllib3"), "mode: offline needs no server")
         self.library = library

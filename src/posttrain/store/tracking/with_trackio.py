@@ -7,7 +7,7 @@ from typing import Any
 from posttrain.errors import MissingExtra
 from posttrain.registry import register
 from posttrain.store.metrics import MetricsRow, TrackedRun, Tracker
-from posttrain.store.tracking.sessions import Session, flat
+from posttrain.store.tracking.sessions import TrackingSession, flat
 
 
 @register("tracker")
@@ -31,7 +31,7 @@ def trackio(
     return _Trackio(run, library, {"project": project, "group": group, "space_id": space})
 
 
-class _Trackio(Session):
+class _Trackio(TrackingSession):
     def __init__(self, run: TrackedRun, library: Any, place: dict[str, str | None]) -> None:
         super().__init__(run, "trackio", ("trackio", "httpx", "huggingface_hub"), "without space nothing is uploaded")
         self.library = library

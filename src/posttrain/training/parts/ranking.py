@@ -10,7 +10,7 @@ from posttrain.store.metric_names import Metric
 
 
 @dataclass(slots=True)
-class Ranking:
+class EvaluationRanking:
     """The best evaluation by the primary metric (``{"step": s, NAME: value}``) and the number of ``stale`` ones since.
 
     An evaluation is stale if it is not better than the best before it. Of equal steps the later is the best, and its
