@@ -17,7 +17,7 @@ ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml.
 DOCS_VENV ?= .venv-docs
 DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2'
-PACKAGES_trl := -c constraints.txt trl jmespath
+PACKAGES_trl := -c constraints.txt trl jmespath math-verify
 # Its file of defaults is read, none of its code runs.
 PACKAGES_verl := --no-deps verl==0.9.1
 PACKAGES_gymnasium := -c constraints.txt gymnasium
@@ -70,7 +70,7 @@ test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster
 test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
-	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
+	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters $(wildcard tests/adapters/test_with_$*.py tests/adapters/test_with_$*_*.py)
 
 test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PICTURES=FOLDER keeps pictures (2 minutes)
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \

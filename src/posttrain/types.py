@@ -90,6 +90,8 @@ class Example:
             ``demonstration`` are then its parts.
         variables: what the row passes to the chat template, such as its ``tools``.
         margin: of a pair whose row states it; otherwise the difference of the scores.
+        is_conversation: the row has its prompt as messages, so that rewards in TRL's form get messages.
+        columns: keys of the row that were read, as the row has them, for rewards in TRL's form.
     """
 
     id: str
@@ -104,6 +106,8 @@ class Example:
     conversation: tuple[Message, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
+    is_conversation: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,10 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) and the decoded completion without
     its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
     ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
-    last). ``failures``: of the environment; one that failed to the end is no sample of anything.
+    last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``skipped``: rewards
+    in TRL's form that returned None for it, which have no part. ``is_scored``: False if all of the recipe's did; it is
+    then not compared with its group, and its advantage is 0. ``extra``: columns that rewards logged (``log_extra``).
+    ``logged``: of the first answer of a batch, the values of metrics that rewards logged (``log_metric``).
     """
 
     example: Example
@@ -192,6 +199,10 @@ class Rollout:
     outcome: str = "ungraded"
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
+    skipped: list[str] = field(default_factory=list)
+    is_scored: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:

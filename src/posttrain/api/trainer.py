@@ -164,6 +164,7 @@ class Trainer:
             key=(self.recipe.train.seed, f"rollout {self._calls}", step),
             group=samples or source.options.group_size,
             step=step,
+            num_updates=self.step,
         )
         self._calls += 1
         source.engine.sync(self.step)

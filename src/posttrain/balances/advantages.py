@@ -34,8 +34,10 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
     if facts.advantage.name not in formulas_of_advantages():
         return None
     members = _members(record)
+    result: list[list[float] | None] = [None] * len(record.answers)
     if facts.advantage.name in _OF_TOKENS or facts.advantage.name == "turn_normalized":
         return _per_token(record, members)
+    members = _compared(record, members, result)
     rewards = [[record.answers[place].reward for place in group] for group in members]
     if facts.sampling.penalty is not None:
         penalties = _penalties(record, members)
@@ -47,7 +49,6 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
         computed = [_OF_GROUPS[facts.advantage.name](group, options) for group in rewards]
     else:
         computed = _OF_BATCHES[facts.advantage.name](rewards, options)
-    result: list[list[float] | None] = [None] * len(record.answers)
     for group, values in zip(members, computed, strict=True):
         for place, value in zip(group, values, strict=True):
             result[place] = [value]
@@ -62,6 +63,21 @@ def _members(record: StepRecord) -> list[list[int]]:
         if any(record.answers[place].advantage is not None for place in played):
             members.append(played)
     return members
+
+
+def _compared(record: StepRecord, members: list[list[int]], result: list[list[float] | None]) -> list[list[int]]:
+    """The answers that have a reward, by group; in ``result`` the others get 0, as a group of fewer than two does."""
+    groups = []
+    for group in members:
+        scored = [place for place in group if record.answers[place].is_scored]
+        if len(scored) < min(2, len(group)):
+            scored = []
+        for place in group:
+            if place not in scored:
+                result[place] = [0.0]
+        if scored:
+            groups.append(scored)
+    return groups
 
 
 def _mean(values: Sequence[float]) -> float:

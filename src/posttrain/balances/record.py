@@ -57,7 +57,8 @@ class SamplingFacts:
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
     every answer is trained on. redraws: further prompts replace groups of equal rewards. is_cut: of a part of the
     distribution. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the temperature of
-    sampling. draws: False of an engine that answers from a script.
+    sampling. draws: False of an engine that answers from a script. keeps_unscored: an answer without a reward is a row
+    with the advantage 0; else it takes no part.
     """
 
     num_prompts: int
@@ -78,6 +79,7 @@ class SamplingFacts:
     temperature: float = 1.0
     at_scored_temperature: bool = True
     draws: bool = True
+    keeps_unscored: bool = True
     penalty: PenaltyFacts | None = None
 
 
@@ -113,6 +115,7 @@ class SampledAnswer:
     """An answer as it was sampled and graded; ``own`` marks the ids that the model wrote, None: all.
 
     ``logprobs``: of the sampler, one for each id; None where they were not recorded. ``turns``: the rewards of turns.
+    ``skipped``: rewards that returned None. ``is_scored``: False if all did.
     """
 
     prompt_index: int
@@ -130,6 +133,8 @@ class SampledAnswer:
     outcome: str = "ungraded"
     turns: tuple[float | None, ...] = ()
     takes_part: bool = True
+    skipped: Sequence[str] = ()
+    is_scored: bool = True
 
     @property
     def places(self) -> Sequence[int]:

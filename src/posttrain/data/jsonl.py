@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from posttrain.data.base import Task
 from posttrain.data.choices import (
@@ -341,7 +342,23 @@ def read_example(
         variables=read_variables(row),
         meta=meta,
         grader=grader,
+        is_conversation=_is_conversation(row, keys),
+        columns=_columns_read(row, keys),
     )
+
+
+def _columns_read(row: Row, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The keys that were read, as the row has them, without the conversation."""
+    excluded = {_key_of(row, part, keys) for part in ("prompt", "messages", "response")}
+    return {key: row.as_written(row.data[key]) for key in row.data if key in row.used - excluded}
+
+
+def _is_conversation(row: Row, keys: Mapping[str, str]) -> bool:
+    """Return whether the row has its prompt as messages."""
+    if row.has(_key_of(row, "messages", keys)):
+        return True
+    key = _key_of(row, "prompt", keys)
+    return key in row.used and row.has(key) and not row.is_text(key)
 
 
 def _read_response(row: Row, key: str) -> str:

@@ -141,6 +141,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("played_again", "share", "lower", "Share of the answers that were sampled again after a failure of the "
                "environment."),
         Metric("grading_failures", "share", "lower", "Share of the gradings that were stopped or crashed."),
+        Metric("no_reward", "share", "none", "Share of the answers for which every reward function returned None."),
         Metric("num_turns", "number", "none", "Turns of an answer, the mean.", "turns"),
         Metric("num_calls", "number", "none", "Calls of tools in an answer, the mean.", "calls"),
         Metric("failed_calls", "share", "lower", "Share of the calls of tools that failed."),

@@ -27,6 +27,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
 # token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
 # several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
 # sampler_logprobs: one for each token of the completion (float32), of training rollouts.
+# notes: JSON of what rewards said besides numbers (``skipped``, ``is_scored``, ``extra``).
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",
@@ -50,6 +51,7 @@ COLUMNS = {
     "turns": "TEXT",
     "failures": "TEXT",
     "sampler_logprobs": "BLOB",
+    "notes": "TEXT",
 }
 TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
 # Records of updates (``updates.py``): numbers and columns; violated: names of balances, separated by commas.

@@ -71,18 +71,24 @@ class AdvantageEstimator:
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the ``[G]`` advantages of the ``float64 [G]`` rewards of each group.
 
-        Groups of one size are computed together: all at once where none has lost a completion.
+        Groups of one size are computed together: all at once where none has lost a completion. A reward that is NaN
+        (no reward function scored the answer) is not compared with the others, and its advantage is 0; so are those of
+        a group in which fewer than two of several are scored.
         """
         if self.advantage is None:
             return None
-        advantages = list(groups)
-        for places in same_sizes(groups):
-            rewards = torch.stack([groups[n] for n in places])
+        advantages = [torch.zeros_like(group) for group in groups]
+        compared = [group[~group.isnan()] for group in groups]
+        for places in same_sizes(compared):
+            places = [n for n in places if len(compared[n]) >= min(2, len(groups[n]))]
+            if not places or not len(compared[places[0]]):
+                continue
+            rewards = torch.stack([compared[n] for n in places])
             rows = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
             if self.drops_rounding:
                 rows = without_rounding(rows, rewards)
             for n, row in zip(places, rows, strict=True):
-                advantages[n] = row
+                advantages[n] = advantages[n].to(row.dtype).masked_scatter(~groups[n].isnan(), row)
         return advantages
 
     def from_batch(

@@ -6,6 +6,7 @@ of rejection sampling from the model's own answers, too.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
-from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
+from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, logged_metrics
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.idle_rows import choose_idle_rows
@@ -46,6 +47,10 @@ ALL_MASKED = (
 NOTHING_PLAYED = (
     "no group of this rollout batch has two answers whose environment did not fail: its updates change nothing"
 )
+UNSCORED = (
+    "every reward returned None for some answers of a batch: they are left out of the comparison with their group, and "
+    "their advantage is 0 (metric no_reward)"
+)
 OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
 
 
@@ -54,7 +59,7 @@ class RolloutSource(Source):
     ``train.num_minibatches`` updates.
 
     Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
-    selection, whose units have ``rows_per_unit`` rows.
+    selection, whose units have ``rows_per_unit`` rows. ``keeps_unscored``: see ``Components.keeps_unscored``.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class RolloutSource(Source):
         fields: BatchFields,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
+        keeps_unscored: bool = True,
     ) -> None:
         assert recipe.rollout is not None
         self.options = recipe.rollout
@@ -88,6 +94,7 @@ class RolloutSource(Source):
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
+        self.keeps_unscored = keeps_unscored
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
         self.advantage_estimator = advantage_estimator
         self.batch_fields = fields
@@ -111,9 +118,20 @@ class RolloutSource(Source):
         self.parts = tuple(part.name for part in task.parts)
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
+        self._tell_progress()
         self.sampling = self._build_sampling()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
+
+    def _tell_progress(self) -> None:
+        """Tell rewards how long the run is."""
+        progress = self.grader.progress
+        progress.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
+        if self.train.steps is not None:
+            progress.max_steps = self.train.steps
+        else:
+            progress.num_epochs = self.train.num_epochs or 0.0
+            progress.max_steps, _ = self.length_of(progress.num_epochs)
 
     def _build_sampling(self) -> Sampling:
         """Return how answers are sampled."""
@@ -217,7 +235,7 @@ class RolloutSource(Source):
             kept = self.intervention.keep(step, sampled, kept)
         chosen = self._played(kept)
         scored = time.perf_counter()
-        rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
+        rewards = [_rewards_of(group) for group in chosen]
         units = self._choose(rewards)
         if not self.advantage_estimator.needs_batch:
             _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
@@ -231,6 +249,8 @@ class RolloutSource(Source):
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
+        if "no_reward" in metrics:
+            self._warnings.setdefault(UNSCORED, False)
         rewards_correctness = any(name == "correct" and weight for name, weight, _ in self.grader.rewards)
         if rewards_correctness and "accuracy" not in metrics:
             self._warnings.setdefault(NO_GOLD, False)
@@ -313,6 +333,7 @@ class RolloutSource(Source):
                 key=(self.seed, f"rollout {attempt}", step),
                 group=self.options.group_size,
                 step=step,
+                num_updates=step - 1,
                 prompt_indices=[prompt.index for prompt in prompts],
                 epochs=wanted.epochs,
             )
@@ -344,24 +365,27 @@ class RolloutSource(Source):
         """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
-        played = [r for r in group if not r.has_failed]
+        played = [r for r in group if self._takes_part(r)]
         part = self.options.uniform_by
-        rewards = [r.reward for r in played]
-        seen = set(rewards)
+        seen = {r.reward for r in played if r.is_scored}
         if part != "reward":
-            seen = {r.parts[part] for r in played}
-        units = self._choose([torch.tensor(rewards, dtype=torch.float64)])
+            seen = {r.parts[part] for r in played if part in r.parts}
+        units = self._choose([_rewards_of(played)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
+    def _takes_part(self, rollout: Rollout) -> bool:
+        """Return whether a completion may be trained on: its environment did not fail, and it is scored if it must."""
+        return not rollout.has_failed and (rollout.is_scored or self.keeps_unscored)
+
     def _played(self, groups: Groups) -> Groups:
-        """The groups without the completions whose environment failed; of several at least two must be left.
+        """The groups without the completions that take no part; of several at least two must be left.
 
         Raises:
             RunFailure: not one completion was played to its end.
         """
         kept = []
         for group in groups:
-            played = [r for r in group if not r.has_failed]
+            played = [r for r in group if self._takes_part(r)]
             if len(played) >= min(2, self.options.group_size):
                 kept.append(played)
                 continue
@@ -457,6 +481,17 @@ class RolloutSource(Source):
         return self.advantage_estimator.needs_batch or modes != {"skip"}
 
 
+def _rewards_of(group: Sequence[Rollout]) -> Tensor:
+    """``float64 [G]``: NaN for an answer that no reward scored."""
+    rewards = []
+    for rollout in group:
+        if rollout.is_scored:
+            rewards.append(rollout.reward)
+        else:
+            rewards.append(math.nan)
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
 def _places(sampled: Groups, chosen: Groups, units: Units) -> Tensor:
     """``int64 [B]``: the place of the answer of each row among all that were sampled."""
     numbers = {id(rollout): number for number, rollout in enumerate(r for group in sampled for r in group)}
@@ -524,16 +559,25 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     graded = [r for r in rollouts if r.outcome != "ungraded"]
     correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
     wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    info = {"reward": fmean(r.reward for r in rollouts)}
+    scored = [r for r in rollouts if r.is_scored]
+    info: dict[str, float] = {}
+    if scored:
+        info["reward"] = fmean(r.reward for r in scored)
+    if len(scored) < len(rollouts):
+        info["no_reward"] = 1 - len(scored) / len(rollouts)
     if graded:
         info["accuracy"] = len(correct) / len(graded)
     if format_part:
         info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
     info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
     info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
-    info["uniform_groups"] = fmean(float(len({r.reward for r in g}) == 1) for g in groups)
-    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
-    info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
+    info["uniform_groups"] = fmean(float(len({r.reward for r in g if r.is_scored}) <= 1) for g in groups)
+    names = dict.fromkeys(name for r in rollouts for name in r.parts)
+    for name in names:
+        values = [r.parts[name] for r in rollouts if name in r.parts]
+        if all(name in r.parts or name in r.skipped for r in rollouts):
+            info[f"reward/{name}"] = fmean(values)
+    info |= logged_metrics(rollouts)
     failures = sum(r.outcome in FAILURES for r in rollouts)
     if failures:
         info["grading_failures"] = failures / len(rollouts)
