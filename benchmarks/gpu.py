@@ -49,7 +49,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import gpu_memory_of
+from posttrain.models.forward.predictions import gpu_memory_of
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.sampling.base import Sampling

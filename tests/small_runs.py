@@ -88,6 +88,11 @@ def digit_share(text: str) -> float:
     return sum(c.isdigit() for c in text) / max(1, len(text))
 
 
+def silent_of_some(completions: list[str], **kwargs: object) -> list[float | None]:
+    """A reward in TRL's form that says nothing of answers without an ``a``: their share of vowels."""
+    return [vowel_share(text) if "a" in text else None for text in completions]
+
+
 def always_one(text: str) -> float:
     """A reward by which every group is uniform."""
     return 1.0

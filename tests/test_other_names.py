@@ -268,7 +268,7 @@ def test_every_value_in_a_sentence_of_the_table_is_taken_by_a_recipe() -> None:
     assert refused == {}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("objective", "gdpo"), ("optimizer", "sophia"), ("engine", "sglang")])
+@pytest.mark.parametrize(("kind", "name"), [("objective", "tvpo"), ("optimizer", "sophia"), ("engine", "sglang")])
 def test_component_that_we_do_not_have_is_not_offered(kind: str, name: str) -> None:
     with refuses(UnknownComponent, "not offered") as caught:
         registry.find(kind, name)

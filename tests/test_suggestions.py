@@ -19,7 +19,7 @@ MEANT = {  # of all that `posttrain explain` knows
     "temprature": "temperature",
     "drgrpo": "dr-grpo",
     "qwen": None,
-    "gdpo": None,  # a different method, not a slip
+    "tvpo": None,  # a different method, not a slip
     "zzz": None,
     "": None,
 }

@@ -1,4 +1,4 @@
-"""Every row of docs/reference/systems.md is there, and every command in it works: as it is written, on small models.
+"""Every row of notes/five-systems.md is there, and every command in it works: as it is written, on small models.
 
 A command keeps its own words. Behind them stand words that make it small: a random model of the family that its recipe
 names, few rows, two steps; a sweep is only planned (``--dry-run``), as the tests of sweeps run them whole. What the hub
@@ -27,7 +27,7 @@ from test_recipes import local_data, random_models, small_changes  # the fixture
 
 __all__ = ["local_data", "random_models"]
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "systems.md"
+PAGE = Path(__file__).resolve().parent.parent / "notes" / "five-systems.md"
 NUM_ROWS = {"S0": 17, "S1": 23, "S2": 23, "S3": 14, "S4": 16}
 NO_COMMAND = {"S1.23", "S2.10", "S2.13", "S2.16", "S2.21"}
 # Words behind a command, by its first words; the longest that fits.

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = ("decisions", "dev")  # records of what was decided and tried
+SKIPPED = ("decisions",)  # records of decisions
 MAX_WORDS = 29_070
 MAX_SENTENCE = 17.0  # words, mean over all pages
 MIN_HEADINGS, MIN_BLOCKS, MIN_PICTURES = 8.0, 8.0, 1.0  # per 1,000 words

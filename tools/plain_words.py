@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("src/posttrain", "tools", "benchmarks", "contrib", "examples")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs")
 # Generated, or about what was.
-SKIPPED = ("docs/decisions", "CHANGELOG.md", "docs/dev")
+SKIPPED = ("docs/decisions", "CHANGELOG.md", "notes")
 PROSE = re.compile(
     r"\b(?:(?:is|are|be) told|beside|comes to|owed|owes|strangers?|kin|whoever|world of one|what becomes of"
     r"|nobody asked|speaks for|stands on|in parts|the house)\b|, for (?:it|they)\b",

@@ -23,8 +23,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Component, RewardComponent
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect, logged_metrics
-from posttrain.training.advantages import AdvantageEstimator
-from posttrain.training.sources.rollouts import _rewards_of
+from posttrain.training.advantages import AdvantageEstimator, rewards_of
 from posttrain.types import Rollout
 from posttrain.untrusted import declare_code
 
@@ -189,7 +188,7 @@ def by_us(tokenizer: Any, folder: Path, rewards: Rewards, is_conversation: bool,
     SEEN.clear()
     groups, _ = collect(sampler, request)
     rollouts = [one for group in groups for one in group]
-    advantages = AdvantageEstimator(normalized).from_groups([_rewards_of(group) for group in groups])
+    advantages = AdvantageEstimator(normalized).from_groups([rewards_of(group) for group in groups])
     assert advantages is not None
     columns = {name: [one.extra[name] for one in rollouts] for name in rollouts[0].extra}
     names = [name for name, _, _ in grader.rewards[: grader.num_rewards]]

@@ -251,6 +251,22 @@ def test_advantages_per_token_and_per_turn_equal_the_registered_ones():
     assert torch.equal(turns, find("advantage", "turn_normalized").function(rewards, MASK))
 
 
+def test_advantages_of_parts_equal_the_registered_ones_and_refuse_by_name():
+    parts = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.5, float("nan")], [1.0, 1.0]])
+    group = torch.tensor([7, 2, 2, 7])
+    weights = torch.tensor([1.0, 0.25])
+    expected = find("advantage", "gdpo").function(parts.double(), weights.double(), group)
+    assert torch.equal(pt.advantages.gdpo(parts, group, weights), expected.float())
+    unweighted = pt.advantages.gdpo(parts, group)
+    assert torch.equal(unweighted, pt.advantages.gdpo(parts, group, torch.ones(2)))
+    with refuses(UsageError, "group", "at least 2"):
+        pt.advantages.gdpo(parts, torch.tensor([7, 2, 3, 7]))
+    with refuses(UsageError, "weights"):
+        pt.advantages.gdpo(parts, group, torch.ones(3))
+    with refuses(UsageError, "rewards"):
+        pt.advantages.gdpo(parts[:, 0], group)
+
+
 def test_aggregations_equal_the_registered_ones_and_refuse_by_name():
     for name, options in {"token_mean": {}, "sequence_mean": {}, "constant": {"length": 8}, "unit_mean": {}}.items():
         found = getattr(pt.aggregations, name)(MASK.int(), **options)

@@ -34,6 +34,7 @@ OF_PAIRS = (
     "mpo",
 )
 OF_GROUPS = ("raw", "centered", "leave_one_out", "normalized", "mean_scaled", "batch_normalized", "turn_normalized")
+TWO_REWARDS = [{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "small_runs:digit_share", "weight": -0.3}]
 CORRECTIONS = ("token_tis", "sequence_tis", "icepop", "geometric_mask")
 
 
@@ -78,6 +79,13 @@ CASES: dict[str, dict[str, Any]] = {
     "advantage batch_normalized by group": grpo(advantage={"name": "batch_normalized", "center": "group"}),
     "advantage normalized, penalty with a target": grpo(
         kl_in_reward={"weight": 0.1, "target": 0.5, "horizon": 40, "estimator": "k3"}, rollout=SHORT
+    ),
+    "advantage gdpo": grpo(advantage="gdpo", rollout=SHORT, rewards=TWO_REWARDS),
+    "advantage gdpo, rewards without a value": grpo(
+        advantage="gdpo", rollout=SHORT, rewards=[*TWO_REWARDS, "small_runs:silent_of_some"], train=SHARED
+    ),
+    "advantage gdpo, uniform groups": grpo(
+        advantage="gdpo", rollout=SHORT | {"drop_uniform_groups": True}, rewards=["small_runs:many_vowels", "correct"]
     ),
     "aggregation sequence_mean": grpo(aggregate="sequence_mean"),
     "aggregation constant": grpo(aggregate={"name": "constant", "length": 10}),
@@ -146,6 +154,7 @@ FAST = (
     "objective ppo",
     "objective bradley_terry, margins",
     "advantage return_to_go",
+    "advantage gdpo, rewards without a value",
     "correction geometric_mask of sequences",
     "kl k3 and entropy",
     "ahead of the sampler",

@@ -78,7 +78,7 @@ def test_examples_are_values_of_their_keys() -> None:
         ("QLoRA", ["model.load_bits: 4, with model.adapter", "model.load_bits  key of a recipe"]),
         ("pass@k", ["eval.samples  key of a recipe"]),
         ("RLHF", ["posttrain sweep hh-gpt2"]),
-        ("gdpo", ["not offered", "gspo"]),
+        ("tvpo", ["not offered", "gspo"]),
         ("rewards.0.weight", ["rewards.0.weight  key of a recipe", "default: 1.0", "example: --rewards.0.weight 1.0"]),
     ],
 )

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_curves")
 def test_choose_task_measures_what_was_not_trained_on(
     task: Component | None, recipe: tuple[str, list[tuple[str, str]]] | None, options: dict[str, object]
 ) -> None:
-    chosen = choose_task(task, "tiny" if recipe is None else "runs/x", load_recipe(*recipe) if recipe else None)
+    chosen = choose_task(task, "tiny" if recipe is None else "runs/x", load_recipe(*recipe).task if recipe else None)
     assert {key: chosen.options.get(key) for key in options} == options
 
 

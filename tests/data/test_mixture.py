@@ -97,10 +97,10 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     assert not questions & {e.messages for e in held_out.examples}
 
     recipe = load_recipe("tiny/grpo", [("task", json.dumps({"name": "mixture", "parts": parts}))]).resolve()
-    request = choose_task(None, "runs/x", recipe)
+    request = choose_task(None, "runs/x", recipe.task)
     splits = [part["task"]["split"] for part in request.options["parts"]]
     assert splits == ["test", "test"], "a file of rows has a test part"
-    assert build_task(choose_task(Component(name="", split="train"), "runs/x", recipe)).split == "train"
+    assert build_task(choose_task(Component(name="", split="train"), "runs/x", recipe.task)).split == "train"
     named = build_task(choose_task(Component(name="mixture", parts=[{"task": EASY}]), "tiny", None))
     assert (named.split, len(named.examples)) == ("test", 30)
 

@@ -1,7 +1,7 @@
 """Faults of a training step, as patches of a few lines: the 32 of the study, and relatives of them.
 
-Each is a class of errors that published post-training code really had (`docs/dev/log.md`). A patch changes the program
-and not the recipe, unless the recipe is a part of the fault.
+Each is a class of errors that published post-training code really had (`notes/development-log.md`). A patch changes the
+program and not the recipe, unless the recipe is a part of the fault.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from wide_models import DEVICE, LAUNCHES, PLACE, VOCABULARY, WAITS, check_scores
 from closeness import approx
 from looped_attention import looped
 from posttrain.models.forward import attention
-from posttrain.models.forward.forward import Forward, gpu_memory_of, max_logit_elements
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 from posttrain.models.forward.packing import PackedRun, Packing
+from posttrain.models.forward.predictions import gpu_memory_of, max_logit_elements
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import load_recipe

@@ -23,15 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 from closeness import allclose, approx, assert_close, logprob_rounding, rounding
 from posttrain.algorithms.objectives.primitives import row_last
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import (
-    MAX_LOGIT_ELEMENTS,
-    Entropy,
-    Forward,
-    Precision,
-    gpu_memory_of,
-    max_logit_elements,
-)
+from posttrain.models.forward.forward import Forward, Precision
 from posttrain.models.forward.packing import pack
+from posttrain.models.forward.predictions import MAX_LOGIT_ELEMENTS, Entropy, gpu_memory_of, max_logit_elements
 from posttrain.models.heads import ScalarHead, score_logits
 from posttrain.types import Batch, Outputs, Sample, collate
 from refusing import refuses
@@ -185,10 +179,10 @@ def test_the_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     batch = ragged_batch()
     whole = gradient(model, batch)
     assert 97 * int(batch.mask.sum()) < MAX_LOGIT_ELEMENTS
-    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 5)
+    monkeypatch.setattr("posttrain.models.forward.predictions.MAX_LOGIT_ELEMENTS", 97 * 5)
     chunked = []
     for kept in (0, 97 * 12, 97 * 10_000):  # recomputed in backward: all, some, none
-        monkeypatch.setattr("posttrain.models.forward.forward.KEPT_ELEMENTS", kept)
+        monkeypatch.setattr("posttrain.models.forward.predictions.KEPT_ELEMENTS", kept)
         chunked.append(gradient(model, batch))
     assert_close(chunked[0], whole, atol=1e-12 * float(whole.abs().max()), rtol=0)
     assert all(torch.equal(x, chunked[0]) for x in chunked)
@@ -214,7 +208,7 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
     head.register_forward_hook(lambda *_: request.append(torch.is_grad_enabled()))
 
     def learn(limit: int) -> tuple[Outputs, torch.Tensor]:
-        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", limit)
+        monkeypatch.setattr("posttrain.models.forward.predictions.MAX_LOGIT_ELEMENTS", limit)
         forward = Forward(model, temperature=0.7)
         request.clear()
         model.zero_grad()
@@ -310,7 +304,7 @@ def test_candidates_are_of_the_same_distribution(
     forward = Forward(model, temperature=0.7)
     assert forward.path == path
     if chunked:
-        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+        monkeypatch.setattr("posttrain.models.forward.predictions.MAX_LOGIT_ELEMENTS", 97 * 6)
     for route in {path, "padded"}:
         forward.path = route
         outputs = forward(batch, with_candidates=True)
@@ -343,7 +337,7 @@ def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPat
     forward = Forward(model, temperature=0.7)
     tolerance = 1e-12 if family == "gpt2" else 1e-5  # the others' norms and rotary embedding compute in fp32
     for limit in (MAX_LOGIT_ELEMENTS, 97 * 6):
-        monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", limit)
+        monkeypatch.setattr("posttrain.models.forward.predictions.MAX_LOGIT_ELEMENTS", limit)
         for rows in (batch, alone):
             for path in {forward.path, "padded"}:
                 model.zero_grad()
@@ -357,7 +351,7 @@ def test_large_tables_never_exist_whole(monkeypatch: pytest.MonkeyPatch):
     model = random_model("qwen3")
     batch = with_teacher(ragged_batch())
     forward = Forward(model)
-    monkeypatch.setattr("posttrain.models.forward.forward.MAX_LOGIT_ELEMENTS", 97 * 6)
+    monkeypatch.setattr("posttrain.models.forward.predictions.MAX_LOGIT_ELEMENTS", 97 * 6)
     sizes = []
 
     def record(name: str) -> None:
@@ -371,7 +365,7 @@ def test_large_tables_never_exist_whole(monkeypatch: pytest.MonkeyPatch):
 
     record("softmax")
     record("log_softmax")
-    monkeypatch.setattr("posttrain.models.forward.forward.KEPT_ELEMENTS", 0)
+    monkeypatch.setattr("posttrain.models.forward.predictions.KEPT_ELEMENTS", 0)
     forward(batch, with_candidates=True).candidate_logprobs.sum().backward()
     forward.top_candidates(batch, 3)
     assert max(sizes) == 6

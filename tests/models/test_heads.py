@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from small_models import gradients, ragged_batch, random_model, relative_difference, unshared
 
 from closeness import allclose, approx, assert_close
-from posttrain.models.forward.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.actor_critic import ActorCritic, state_values
+from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead
 from posttrain.types import Batch, Sample, collate
 

@@ -3,13 +3,23 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from posttrain.store.metric_names import ACCURACY, REWARD
-from posttrain.terminal.training_progress import LiveProgress, PlainProgress, Progress, show_evaluation, sparkline
+from posttrain.terminal.console import open_console
+from posttrain.terminal.training_progress import (
+    LiveProgress,
+    NotebookProgress,
+    PlainProgress,
+    Progress,
+    choose_progress,
+    show_evaluation,
+    sparkline,
+)
 
 
 class Clock:
@@ -107,3 +117,42 @@ def test_live_progress_shows_numbers_curves_and_where_the_time_goes() -> None:
     assert re.search(r"reward +0\.200  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███ ", text)
     assert "generate 12,000 · update 30,000 — generate 60% · update 40%" in text
     assert "tiny/grpo" in out.getvalue()
+
+
+class CellStream(io.StringIO):
+    """The standard output of a notebook's cell, which calls itself a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+CellStream.__module__ = "ipykernel.iostream"
+
+
+def test_choose_progress_notebook_rewrites_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = CellStream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    progress = choose_progress("tiny/grpo", quiet=False, console=open_console())
+    assert isinstance(progress, NotebookProgress)
+    progress("start", start())
+    for k in range(1, 41):
+        progress("step", step(k))
+        if k == 20:
+            progress("evaluation", {"name": "test", "step": k, "results": INTERVAL, "primary_metric": ACCURACY})
+    progress("finish", {"step": 40, "reason": "finished"})
+    shown = [line.split("\r")[-1] for line in stream.getvalue().split("\n")]
+    assert [line[:8] for line in shown] == ["40 steps", "held-out", "finished", ""]
+    assert stream.getvalue().count("step 20/40") == 2  # once as a step, once below the evaluation
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_notebook_progress_shorter_line_covers_the_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = CellStream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    progress = NotebookProgress(open_console())
+    progress("start", start())
+    for metrics in ({"reward": 0.5, "accuracy": 0.25}, {"reward": 0.5}):
+        progress("step", step(1) | {"metrics": metrics})
+    first, second = stream.getvalue().split("\r")[-2:]
+    assert len(second) == len(first)
+    assert second != second.rstrip()

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.heads import ScalarHead
 from posttrain.training.batch_fields import fillers
 from posttrain.types import Batch, Sample, collate

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from closeness import approx
 from posttrain import registry
-from posttrain.errors import RunFailure, UsageError
+from posttrain.algorithms.advantages import gdpo
+from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, pay_at_the_end
-from posttrain.types import Batch, Sample, collate
+from posttrain.training.checks import resolve_components
+from posttrain.types import Batch, Completion, Example, Rollout, Sample, collate
 from refusing import refuses
+from small_runs import one_layer_recipe
 
 # Two answers to one prompt of two tokens: k1 is 0.5, −0.25 at the first one's tokens and 0.5 at the second's.
 SAMPLER = [[-1.0, -2.0], [-0.5]]
@@ -56,6 +59,42 @@ def trained(batch: Batch, name: str = "advantages") -> list[list[float]]:
     assert values.dtype == torch.float32
     assert not bool(values[~batch.mask].any())
     return [row[mask].tolist() for row, mask in zip(values, batch.mask, strict=True)]
+
+
+# --- of parts ---
+
+
+def rollout(**parts: float) -> Rollout:
+    answer = Completion((5,), (-1.0,), "stop")
+    total = sum(parts.values())
+    return Rollout(Example("a", ()), (3,), answer, "", dict(parts), total, 1, 0, 0, 0)
+
+
+def test_parts_of_rewards_are_normalized_by_themselves_and_a_reward_that_says_nothing_is_no_zero() -> None:
+    silent = rollout(right=1.0)
+    silent.skipped = ["judged"]
+    groups = [
+        [rollout(right=1.0, judged=0.0), rollout(right=0.0, judged=1.0), silent],
+        [rollout(right=0.0, judged=0.5), rollout(right=0.0, judged=0.25)],
+    ]
+    estimator = AdvantageEstimator(registry.find("advantage", "gdpo").bind({}), of_parts=True)
+    found = estimator.from_parts(groups, [("right", 2.0), ("judged", 1.0)])
+    assert found is not None
+    parts = [[1.0, 0.0], [0.0, 1.0], [1.0, math.nan], [0.0, 0.5], [0.0, 0.25]]
+    table = torch.tensor(parts, dtype=torch.float64)
+    weights = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    assert torch.equal(torch.cat(found), gdpo(table, weights, torch.tensor([0, 0, 0, 1, 1])))
+    assert [len(one) for one in found] == [3, 2]
+    # the same as 0 would be another number
+    as_zero = gdpo(table.nan_to_num(0.0), weights, torch.tensor([0, 0, 0, 1, 1]))
+    assert abs(float(as_zero[2] - found[0][2])) > 0.1
+    assert estimator.from_parts([], [("right", 1.0)]) == []
+
+
+def test_gdpo_refuses_a_penalty_in_the_reward_by_its_key() -> None:
+    recipe = one_layer_recipe("grpo", advantage="gdpo", kl_in_reward={"weight": 0.1})
+    with refuses(RecipeError, "kl_in_reward", "gdpo", "regularize.kl_coef"):
+        resolve_components(recipe)
 
 
 # --- of whole completions ---

@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from closeness import approx
+from posttrain.models.forward import kept as kept_bytes
+from posttrain.models.forward.kept import Micro, logit_bytes
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.sampling.base import Reply, Sampling
 from posttrain.sampling.native import engine as native_engine
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.native.schedule import Schedule
-from posttrain.training import memory
 from posttrain.training.build import TrainerState, prepare
-from posttrain.training.memory import Memory, Micro, _logits, estimate_memory, memory_of
+from posttrain.training.memory import Memory, estimate_memory, memory_of
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 from sampling.respondents import Scripted
@@ -332,12 +333,12 @@ def test_logits_of_a_large_vocabulary_worked_by_hand():
     """110 of 2,048 trained tokens at a time at V = 151,936; a CPU keeps the probabilities of 883 for a trained head."""
     config, micro = SimpleNamespace(vocab_size=151_936, hidden_size=896), Micro(1, 1, 0, 2049, 2048)
     frozen = 110 * 16 * 151_936
-    assert _logits(config, micro, 4, None, head_trained=False) == frozen
-    assert _logits(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
+    assert logit_bytes(config, micro, 4, None, head_trained=False) == frozen
+    assert logit_bytes(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
     on_gpu = 1766 * 16 * 151_936
-    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
+    assert logit_bytes(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
     few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
-    assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936
+    assert logit_bytes(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936
 
 
 QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "num_key_value_heads": 8}
@@ -362,7 +363,7 @@ def test_plan_of_an_update_is_within_15_percent_of_what_an_h100_took(
     row: str, rollout: tuple[int, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of ``benchmarks/gpu.py``, as recipes; products in bf16, torch 2.11."""
-    monkeypatch.setattr(memory, "_repeats_keys", lambda: True)
+    monkeypatch.setattr(kept_bytes, "_repeats_keys", lambda: True)
     size, is_lora = row.split("-")[1], "lora" in row
     prompts, group, prompt, answer = rollout or (2, 1, 64, 8192)
     recipe: dict[str, Any] = {

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 from closeness import approx
 from posttrain.cli import main
 from posttrain.commands.recipes import PLANNED_GIB, needs_gpu, planned_gib
+from posttrain.models.forward import kept
 from posttrain.models.published.configs import PUBLISHED as SHIPPED
 from posttrain.models.published.configs import published_config
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.file import training_recipe_names
-from posttrain.training import memory
 from posttrain.training.checks import resolve_components
 from posttrain.training.memory import Memory, estimate_memory, memory_of, micro_batch, weights_of
 
@@ -66,7 +66,7 @@ def row_of(name: str, overrides: dict[str, str]) -> str:
 
 
 def test_the_documents_table_is_what_the_function_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_repeats_keys", lambda: False)  # as since torch 2.12
+    monkeypatch.setattr(kept, "_repeats_keys", lambda: False)  # as since torch 2.12
     page = PAGE.read_text(encoding="utf-8").splitlines()
     assert [row for row in (row_of(*about) for about in ROWS.items()) if row not in page] == []
 
@@ -168,7 +168,7 @@ def test_memory_of_unsharded_processes_has_fewer_rows_each() -> None:
     options = [("train.micro_batch_tokens", "100000"), ("rollout.num_prompts", "8"), ("rollout.group_size", "1")]
     options += [("advantage", "raw"), ("prompt.max_prompt_tokens", "64")]
     recipes = [load_recipe("tiny/grpo", [*options, ("scale.processes", number)]).resolve() for number in ("1", "4")]
-    assert [micro_batch(recipe, resolve_components(recipe)).rows for recipe in recipes] == [8, 2]
+    assert [micro_batch(resolve_components(recipe)).rows for recipe in recipes] == [8, 2]
     alone, fourth = (estimate_memory(recipe) for recipe in recipes)
     assert isinstance(alone, Memory)
     assert isinstance(fourth, Memory)
@@ -178,7 +178,7 @@ def test_memory_of_unsharded_processes_has_fewer_rows_each() -> None:
 
 def test_recipes_show_the_plan_of_each_recipe_that_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third: the plan of one takes a tenth of a second. `make check` compares all."""
-    monkeypatch.setattr(memory, "_repeats_keys", lambda: False)  # as since torch 2.12
+    monkeypatch.setattr(kept, "_repeats_keys", lambda: False)  # as since torch 2.12
     names = [name for name in training_recipe_names() if needs_gpu(name)]
     plans = planned_gib()
     assert list(plans) == names

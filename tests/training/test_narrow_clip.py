@@ -42,8 +42,8 @@ def test_ratios_of_one_side_or_fp32_clip_no_rounding(changes: dict[str, Any], tm
 def test_bounds_of_ratio_are_distances_from_one() -> None:
     recipe = one_layer_recipe("grpo", objective={"name": "grpo", "clip_low": 0.1, "clip_max": 3.0})
     assert ratio_bounds(recipe) == {"objective.clip_low": 0.1, "objective.clip_high": 0.2, "objective.clip_max": 2.0}
-    assert narrow_bounds(recipe, 0.01) == ""
-    assert narrow_bounds(recipe, 0.0101) == "objective.clip_low 0.1"
+    assert narrow_bounds(ratio_bounds(recipe), 0.01) == ""
+    assert narrow_bounds(ratio_bounds(recipe), 0.0101) == "objective.clip_low 0.1"
 
 
 @pytest.mark.parametrize("name", training_recipe_names())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from closeness import approx, assert_close
 from posttrain.errors import CheckpointError, RecipeError
+from posttrain.recipes.sections import Component, TrainSection
 from posttrain.training.optimizer import (
     adafactor,
     adamw,
@@ -247,16 +246,17 @@ class Small(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 4)
 
 
-def recipe_with(ratios: dict[str, float]) -> Any:
-    train = SimpleNamespace(lr=0.1, lr_ratios=ratios)
-    optimizer = SimpleNamespace(name="adamw", options={})
-    return SimpleNamespace(train=train, optimizer=optimizer, head=SimpleNamespace(lr_ratio=10.0))
+ADAMW = Component(name="adamw")
+
+
+def training_at(ratios: dict[str, float]) -> TrainSection:
+    return TrainSection(lr=0.1, lr_ratios=ratios)
 
 
 def test_lr_ratios_scale_and_freeze_by_name() -> None:
     model, head = Small(), torch.nn.Linear(4, 1)
     ratios = {"layer.bias": 0.0, "layer.*": 0.5, "value.weight": 0.25}
-    named, optimizer = build_optimizer(recipe_with(ratios), model, {"value": head})
+    named, optimizer = build_optimizer(ADAMW, training_at(ratios), model, {"value": head}, 10.0)
     found = {name: group["lr_ratio"] for group in optimizer.param_groups for name in group["param_names"]}
     assert found == {"embed_tokens.weight": 1.0, "layer.weight": 0.5, "value.weight": 2.5, "value.bias": 10.0}
     assert not model.layer.bias.requires_grad
@@ -265,10 +265,10 @@ def test_lr_ratios_scale_and_freeze_by_name() -> None:
 
 def test_lr_ratios_of_a_name_that_is_not_there_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"train\.lr_ratios") as refused:
-        build_optimizer(recipe_with({"lm_head*": 0.1}), Small(), {})
+        build_optimizer(ADAMW, training_at({"lm_head*": 0.1}), Small(), {})
     assert "embed_tokens.weight" in str(refused.value)
     with pytest.raises(RecipeError, match=r"train\.lr_ratios"):
-        build_optimizer(recipe_with({"*": 0.0}), Small(), {})
+        build_optimizer(ADAMW, training_at({"*": 0.0}), Small(), {})
 
 
 @pytest.mark.parametrize("make", [adamw, muon, lion, adafactor])

@@ -11,6 +11,9 @@ state after the last trained token where the completion was cut off and not rewa
 ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained tokens need not be contiguous: a step leads
 from one trained token to the next of its row; tokens between (such as a tool's answer) have no step, discount or
 reward.
+
+Per part (``level="parts"``): from the unweighted parts of the rewards of one batch ``float64 [B, K]`` (NaN where a part
+has no value), their weights ``[K]`` and the number of each answer's prompt ``int64 [B]``, to ``[B]``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ TurnMask = Bool[Tensor, "G K"]
 Tokens = Float64[Tensor, "B T"]
 Mask = Bool[Tensor, "B T"]
 Rows = Float64[Tensor, " B"]
+RewardParts = Float64[Tensor, "B K"]
+PartWeights = Float64[Tensor, " K"]
 Share = Annotated[float, Range(ge=0, le=1)]
 
 WHITEN_EPSILON = 1e-8
@@ -49,8 +54,8 @@ def raw(rewards: Rewards) -> Rewards:
 def centered(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean(r)`` over the group.
 
-    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", section 3.2): no division by the
-    standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2): no division by
+    the standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
 
     What goes wrong: Groups in which all answers have the same reward give no gradient. Watch ``uniform_groups``;
     take larger groups or easier problems.
@@ -62,7 +67,7 @@ def centered(rewards: Rewards) -> Rewards:
 def leave_one_out(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean of the other G − 1 rewards``, which is ``G / (G − 1)`` × ``centered``.
 
-    RLOO (Ahmadian et al. 2024, "Back to basics"; Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+    RLOO (Ahmadian et al. 2024, "Back to basics" (arXiv 2402.14740); Kool et al. 2019, "Buy 4 REINFORCE samples, get a
     baseline for free!").
 
     What goes wrong: A group of one has no others to compare with and is refused. With several updates a batch there
@@ -96,7 +101,7 @@ def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-
 def mean_scaled(rewards: Rewards) -> Rewards:
     """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
 
-    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning"): for rewards in {0, 1}
+    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710): for rewards in {0, 1}
     the mean of the score function over the K right samples of G (eq. 9), minus its mean over all G as
     a control variate (eq. 10): weights ``1/K − 1/G`` and ``−1/G``, which are ``A_i / G`` here. Where
     nothing was right both are dropped (algorithm 1). With success probability p the expected gradient
@@ -126,7 +131,7 @@ def batch_normalized(
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
     REINFORCE++ (Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global
-    normalization"): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
+    normalization", arXiv 2501.03262): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
     ``center: group`` subtracts each group's mean first (the paper's variant with baseline). The paper
     subtracts a k1 penalty per token before normalizing; ``return_to_go`` with ``kl_in_reward`` does.
 
@@ -138,6 +143,53 @@ def batch_normalized(
     centred = centred - centred.mean()
     std = centred.std(correction=0)
     return centred / (std + epsilon) if bool(std > 0) else torch.zeros_like(centred)
+
+
+@register("advantage", level="parts", min_group=2, scale_free=True)
+def gdpo(
+    parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4
+) -> Rows:
+    """Each part of the reward is normalized within its group, then their weighted sum over the whole batch.
+
+    ``A_{i,k} = (r_{i,k} − mean_k) / (std_k + ε)`` over the group, ``S_i = Σ_k w_k A_{i,k}``, and
+    ``A_i = (S_i − mean(S)) / (std(S) + ε)`` over the answers of the batch.
+
+    GDPO (Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization", arXiv 2601.05242, section
+    3). The sum of rewards hides which of them an answer has: (1, 0) and (0, 1) are equal for ``normalized``. Both
+    standard deviations have ddof = 1, and each answer counts once, whatever its length.
+
+    Where a part has no value (NaN), the answer takes no part in its mean and std, and the part adds nothing to S. An
+    answer without any value has A = 0 and does not count in the batch. Parts that are equal within a group add exactly
+    0, and an answer with S = 0 keeps A = 0: the mean of S is 0 but for rounding.
+
+    What goes wrong: In a group where a part differs by very little, the difference is scaled up to full size. Watch
+    ``reward/NAME`` of each part; a part with a small weight may decide the update once the others are learned.
+
+    Args:
+        epsilon: ε, in units of a part and of S.
+    """
+    scores = torch.zeros_like(parts)
+    for number in group.unique():
+        rows = group == number
+        scores[rows] = _normalized_columns(parts[rows], epsilon)
+    sums = (scores * weights).sum(dim=1)
+    counted = ~parts.isnan().all(dim=1)
+    if int(counted.sum()) < 2:
+        return torch.zeros_like(sums)
+    scaled = (sums - sums[counted].mean()) / (sums[counted].std(correction=1) + epsilon)
+    return torch.where(counted & (sums != 0), scaled, torch.zeros_like(sums))
+
+
+def _normalized_columns(parts: RewardParts, epsilon: float) -> RewardParts:
+    """``(r − mean) / (std + ε)`` of each column over its values; 0 without a value, or where all values are equal."""
+    known = ~parts.isnan()
+    counts = known.sum(dim=0)
+    centred = parts - parts.nanmean(dim=0)
+    squares = torch.where(known, centred.square(), torch.zeros_like(parts)).sum(dim=0)
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    highest = torch.where(known, parts, torch.full_like(parts, -torch.inf)).amax(dim=0)
+    lowest = torch.where(known, parts, torch.full_like(parts, torch.inf)).amin(dim=0)
+    return torch.where(known & (highest > lowest), centred / (std + epsilon), torch.zeros_like(parts))
 
 
 @register("advantage", level="turn", min_group=2)
@@ -154,8 +206,8 @@ def turn_normalized(
     (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not
     paid for what was before it, as in GRPO with process supervision (Shao et al. 2024, section 4.1.3), where rewards
     are normalized before they are summed. Returns are normalized instead, as over the steps of one anchor state in
-    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training"); here the turn's number stands
-    for the state. With one turn it is ``normalized``.
+    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", arXiv 2505.10978); here the
+    turn's number stands for the state. With one turn it is ``normalized``.
 
     Args:
         gamma: γ, per turn.
@@ -187,8 +239,8 @@ def gae(
     whitening. After the last token V is 0: an answer that was scored is over, also one that was cut off.
 
     Schulman et al. (2016), "High-dimensional continuous control using generalized advantage
-    estimation", eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V, λ = 0
-    the TD error.
+    estimation" (arXiv 1506.02438), eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V,
+    λ = 0 the TD error.
 
     What goes wrong: A critic that starts from nothing gives advantages that are noise. Watch
     ``value_explained_variance``; give the head a larger learning rate (``head.lr_ratio``).

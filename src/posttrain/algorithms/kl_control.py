@@ -12,7 +12,7 @@ def adapt_kl_weight(weight: float, observed_kl: float, target: float, *, num_sam
 
     ``e = clip(KL / KL_target − 1, −0.2, 0.2)`` and ``β' = β · (1 + e · n / horizon)``
 
-    Ziegler et al. (2019), "Fine-tuning language models from human preferences", section 2.2: a
+    Ziegler et al. (2019), "Fine-tuning language models from human preferences" (arXiv 1909.08593), section 2.2: a
     proportional controller in log space. With gain n / horizon, as in the code that the paper came with,
     the speed of adaptation per completion does not depend on the batch size.
 

@@ -60,7 +60,7 @@ def best_of(
 ) -> Units:
     """The ``keep`` completions of highest reward of each prompt; of equal ones those sampled first.
 
-    Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", section 3.2.3).
+    Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", arXiv 2307.09288, section 3.2.3).
 
     Args:
         keep: completions per prompt.
@@ -77,8 +77,8 @@ def best_of(
 def above(rewards: Rewards, *, threshold: float) -> Units:
     """Every completion whose reward is higher than ``threshold``.
 
-    Expert iteration (Anthony et al. 2017; for language models STaR, Zelikman et al. 2022, and ReST-EM,
-    Singh et al. 2023): keep what was right, imitate it, sample again.
+    Expert iteration (Anthony et al. 2017, arXiv 1705.08439; for language models STaR, Zelikman et al. 2022, arXiv
+    2203.14465, and ReST-EM, Singh et al. 2023): keep what was right, imitate it, sample again.
 
     What goes wrong: If no answer passes the threshold, the step trains nothing. Start from a model that is
     sometimes correct.

@@ -37,6 +37,8 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
     result: list[list[float] | None] = [None] * len(record.answers)
     if facts.advantage.name in _OF_TOKENS or facts.advantage.name == "turn_normalized":
         return _per_token(record, members)
+    if facts.advantage.name in _OF_PARTS:
+        return _by_parts(record, members)
     members = _compared(record, members, result)
     rewards = [[record.answers[place].reward for place in group] for group in members]
     if facts.sampling.penalty is not None:
@@ -140,6 +142,39 @@ _OF_GROUPS: dict[str, Callable[[Sequence[float], Mapping[str, Any]], list[float]
 }
 _OF_BATCHES: dict[str, Callable[[Groups, Mapping[str, Any]], list[list[float]]]] = {"batch_normalized": _over_batch}
 _OF_TOKENS = ("gae", "return_to_go")
+_OF_PARTS = ("gdpo",)
+
+
+def _by_parts(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswer | None:
+    """Each reward standardized within its group, then the weighted sum over the batch (Liu et al. 2026, section 3)."""
+    assert record.facts.sampling is not None
+    assert record.facts.advantage is not None
+    weights = record.facts.sampling.rewards
+    if weights is None:
+        return None
+    options = record.facts.advantage.options
+    sums: dict[int, list[float]] = {}
+    for group in members:
+        for name, weight in weights.items():
+            known = [place for place in group if name not in record.answers[place].skipped]
+            if not weight or not known:
+                continue
+            scaled = _standardized([record.answers[place].parts[name] for place in known], options)
+            for place, value in zip(known, scaled, strict=True):
+                sums.setdefault(place, []).append(weight * value)
+    totals = {place: math.fsum(values) for place, values in sums.items()}
+    result: list[list[float] | None] = [None] * len(record.answers)
+    for place in (place for group in members for place in group):
+        result[place] = [0.0]
+    if len(totals) < 2:
+        return result
+    everything = list(totals.values())
+    mean = _mean(everything)
+    scale = _spread(everything, 1) + options.get("epsilon", 1e-4)
+    for place, total in totals.items():
+        if total:
+            result[place] = [(total - mean) / scale]
+    return result
 
 
 def _field_of(record: StepRecord, name: str) -> dict[int, list[float]] | None:
@@ -315,4 +350,4 @@ def following_kl_weight(penalty_weight: float, observed: float, target: float, n
 
 def formulas_of_advantages() -> frozenset[str]:
     """Return the names of the advantages that can be computed again."""
-    return frozenset((*_OF_GROUPS, *_OF_BATCHES, *_OF_TOKENS, "turn_normalized"))
+    return frozenset((*_OF_GROUPS, *_OF_BATCHES, *_OF_TOKENS, *_OF_PARTS, "turn_normalized"))

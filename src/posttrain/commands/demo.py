@@ -254,7 +254,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         stages[label] = _measure(replace(source, recipe=plan.grpo_recipe), task, label)
         console.print(Text(_line(label, stages[label].results, story), style="bold"))
     seconds = time.monotonic() - started
-    transcripts = side_by_side(stages, plan.grpo_recipe)
+    transcripts = side_by_side(stages, build_template(plan.grpo_recipe.prompt.template).extract)
     report = write_story(plan, stages, transcripts, arguments.seed, seconds)
     _show_end(console, plan, stages, transcripts)
     console.print(Text(f"\n{describe_outcome(story, stages)} {show_duration(seconds)} in all."))
@@ -335,9 +335,8 @@ def _line(label: str, r: Results, story: DemoStory) -> str:
     )
 
 
-def side_by_side(stages: Mapping[str, Evaluation], recipe: Recipe) -> list[Transcript]:
-    """Return the first held-out problems with the answers of every model."""
-    extract = build_template(recipe.prompt.template).extract
+def side_by_side(stages: Mapping[str, Evaluation], extract: Callable[[str], str | None]) -> list[Transcript]:
+    """Return the first held-out problems with the answers of every model; ``extract``: the answer of a text."""
     by_id = {label: {r.example.id: r for r in evaluation.rollouts} for label, evaluation in stages.items()}
     shared = [key for key in by_id[AFTER_GRPO] if all(key in rollouts for rollouts in by_id.values())]
     transcripts = []

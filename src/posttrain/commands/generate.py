@@ -36,7 +36,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
             raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
         examples, where = [Example("prompt", (Message("user", arguments.prompt),))], "PROMPT"
     else:
-        task = build_task(choose_task(components.get("task"), arguments.model, source.recipe), "task")
+        task = build_task(choose_task(components.get("task"), arguments.model, source.task), "task")
         notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples, where = [task.examples[place % len(task.examples)] for place in places], "--task"

@@ -98,7 +98,8 @@ def check_data(recipe: Recipe) -> None:
     components = {"task": recipe.task}
     lines = dict[str, None]()
     if recipe.eval.every:
-        components |= {f"eval.tasks.{i}": component for i, component in enumerate(eval_components(recipe))}
+        evaluated = eval_components(recipe.task, recipe.eval.tasks)
+        components |= {f"eval.tasks.{i}": component for i, component in enumerate(evaluated)}
     for key, named in components.items():
         paths = [
             str(component.options["path"])

@@ -13,7 +13,6 @@ from posttrain import registry
 from posttrain.activity import Phase, phase
 from posttrain.errors import RecipeError, UsageError
 from posttrain.randomness import permutation
-from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, task_components
 from posttrain.types import Example, Response
 
@@ -134,19 +133,19 @@ def held_out_task(component: Component) -> Component:
     return map_tasks(component, _held_out)
 
 
-def eval_components(recipe: Recipe) -> list[Component]:
-    """The tasks that a run is evaluated on: those of ``eval.tasks``, else the held-out split of its own task.
+def eval_components(trained: Component, named: Sequence[Component]) -> list[Component]:
+    """The tasks that a run is evaluated on: the ``named`` ones (``eval.tasks``), else the held-out split of its task.
 
     Raises:
         RecipeError: the task names no such split, or training leaves nothing of it.
     """
-    if recipe.eval.tasks:
-        return list(recipe.eval.tasks)
-    component = held_out_task(recipe.task)
-    for held, trained in zip(task_components(component), task_components(recipe.task), strict=True):
-        if trained.options.get("split") in (held.options["split"], "all"):
+    if named:
+        return list(named)
+    component = held_out_task(trained)
+    for held, own in zip(task_components(component), task_components(trained), strict=True):
+        if own.options.get("split") in (held.options["split"], "all"):
             raise RecipeError(
-                f"task.split: training on {trained.options['split']!r} leaves nothing of task {held.name!r} to "
+                f"task.split: training on {own.options['split']!r} leaves nothing of task {held.name!r} to "
                 "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
             )
     return [component]
@@ -174,8 +173,8 @@ def _without_size(component: Component) -> dict[str, object]:
     return {key: value for key, value in component.options.items() if key not in ("size", "seed")}
 
 
-def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> Component:
-    """The task to measure on: the named one, else the run's own, else stories for ``tiny``.
+def choose_task(named: Component | None, model: str, trained: Component | None) -> Component:
+    """The task to measure on: the named one, else the one that a run was ``trained`` on, else stories for ``tiny``.
 
     The split is ``test`` unless named. Where a run was trained on a local file without a test part, or on test prompts
     too, it is the part that was held out. Options of ``named`` without a name are for the run's own task, or each part
@@ -189,8 +188,8 @@ def choose_task(named: Component | None, model: str, recipe: Recipe | None) -> C
         options = dict(named.options)
     if named is not None and named.name:
         name = named.name
-    elif recipe is not None:
-        return map_tasks(recipe.task, lambda component: _own_task(component, options))
+    elif trained is not None:
+        return map_tasks(trained, lambda component: _own_task(component, options))
     elif model in EMBEDDED_MODELS:
         name = "stories"
     else:

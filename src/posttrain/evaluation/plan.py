@@ -258,7 +258,7 @@ def _combine(
     combinations = []
     for source in sources:
         for named in tasks:
-            task = choose_task(named, source.name, source.recipe)
+            task = choose_task(named, source.name, source.task)
             for template in request.templates or own:
                 combinations.append((source, task, complete_template(template, source) or source.template))
     return combinations
@@ -269,7 +269,7 @@ def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]
 
     None, so that each has its own, where their runs learnt different tasks.
     """
-    own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
+    own = [choose_task(None, source.name, source.task) for source in sources if source.task is not None]
     names = {task.name for task in own}
     if len(names) == 1:
         return [own[-1]]
@@ -406,9 +406,9 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
     The same task is compared where the run read a local file, or the same split; other splits are files of their own.
     Nothing is returned where there is nothing to compare, or the data are gone.
     """
-    if source.recipe is None or source.recipe.task is None:
+    own = source.task
+    if own is None:
         return {}
-    own = source.recipe.task
     components = task_components(own)
     if task.name not in {own.name, *(component.name for component in components)}:
         return {}

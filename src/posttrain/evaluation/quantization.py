@@ -138,7 +138,7 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     task = None
     is_named = request.task is not None and bool(request.task.name)
     if request.n and (is_named or source.recipe is not None or source.name in EMBEDDED_MODELS):
-        component = choose_task(request.task, source.name, source.recipe)
+        component = choose_task(request.task, source.name, source.task)
         task = build_task(component, "--task")
     grader = grader_for(source, complete_template(request.template, source))  # refused before hours of work
     path = resolve_model_name(source.path)

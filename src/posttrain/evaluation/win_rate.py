@@ -248,7 +248,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
         b = replace(b, label=f"{b.name} (B)")
     for source in (a, b):
         source.refuse_scorer()
-    component = choose_task(next(iter(request.tasks), None), a.name, a.recipe)
+    component = choose_task(next(iter(request.tasks), None), a.name, a.task)
     named = next(iter(request.templates), None)
     first = _choose_template(named, a, b)
     second = _choose_template(named, b, a)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from posttrain.errors import CheckpointError
-from posttrain.models.forward.forward import ActorCritic, Forward, causal_lm
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward, causal_lm
 from posttrain.models.forward.packing import Reads
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.process_group import own_part

@@ -10,7 +10,7 @@ OPTIONS = {
     ),
     "every pair weighs the same; objective: robust_dpo is for noisy labels": ("use_weighting dpo_use_weighting"),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
-        "loss_weights dpo_loss_weights multi_objective_aggregation ptx_coef enable_channel_loss preference_loss_weight"
+        "loss_weights dpo_loss_weights ptx_coef enable_channel_loss preference_loss_weight"
     ),
     "log-probabilities must be those of the model; a reward can count repetitions": (
         "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
@@ -294,7 +294,7 @@ METHODS = {
         "the nearest are the objectives grpo, gspo, cispo, gmpo, sapo and ppo, or a function of your own as "
         "objective: module:function"
     ): (
-        "gdpo tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
+        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
         "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft raft++ "
         "bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg l1_rl apa "
         "pf_ppo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo soft_grpo ttrl "

@@ -274,6 +274,9 @@ SAID = {
         "normalize_advantages advantage.type normalize_advantage whiten_advantages no_advantage_std_norm "
         "disable_compute_advantages_and_returns"
     ),
+    "advantage: gdpo, which normalizes each reward by itself; the other advantages are of the weighted sum": (
+        "multi_objective_aggregation sum_then_normalize gdpo_reward_keys"
+    ),
     "advantage.gamma, with advantage: gae, return_to_go or turn_normalized": "gamma discount discount_factor",
     "advantage.gae_lambda, with advantage: gae": "lam gae_lambda lambda lambd",
     "aggregate: token_mean, sequence_mean, or {name: constant, length: 1024}": (

@@ -125,6 +125,7 @@ COMPONENTS = {
         "grpo, with aggregate: token_mean": "bnpo",
         "grpo, with aggregate: {name: constant, length: 96} and advantage: centered": "dr_grpo",
         "grpo, as in the recipe rl/dapo": "dapo",
+        "grpo, with advantage: gdpo, as in the recipe rl/gdpo": "gdpo",
         "grpo": "vanilla",
         "reinforce, as in the recipe rl/rloo": "rloo",
         "grpo, as in the recipe rl/reinforce-plus-plus": "reinforce_plus_plus reinforce++",
@@ -140,6 +141,7 @@ COMPONENTS = {
         "leave_one_out": "rloo loo",
         "batch_normalized": "reinforce_plus_plus reinforce++ reinforce_baseline whiten batch",
         "mean_scaled": "maxrl",
+        "gdpo": "normalize_then_sum",
     },
     "optimizer": {
         "adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam adamw_fused",

@@ -6,7 +6,7 @@ keyword-only arguments of components.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,10 @@ def ratio_bounds(recipe: Recipe) -> dict[str, float]:
     return bounds
 
 
-def narrow_bounds(recipe: Recipe, mismatch: float) -> str:
+def narrow_bounds(bounds: Mapping[str, float], mismatch: float) -> str:
     """Return the bounds of the ratio that are less than ``ROOM`` times its mismatch, with their values, in words."""
     narrow = []
-    for key, distance in ratio_bounds(recipe).items():
+    for key, distance in bounds.items():
         if distance < ROOM * mismatch:
             narrow.append(f"{key} {distance:g}")
     return ", ".join(narrow)
@@ -101,7 +101,7 @@ def expected_narrow_bounds(recipe: Recipe) -> list[str]:
     types = {recipe.model.dtype, rollout.engine.options.get("dtype", recipe.model.dtype)}
     if "bf16" not in types:
         return []
-    narrow = narrow_bounds(recipe, BF16_MISMATCH)
+    narrow = narrow_bounds(ratio_bounds(recipe), BF16_MISMATCH)
     if not narrow:
         return []
     return [

@@ -269,12 +269,6 @@ class Recipe(Content):
             if traits.get("head") == "value":
                 self.advantage = Component(name="gae")
 
-    def within(self, context: int) -> int:
-        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
-        if self.rollout is None or self.rollout.max_total_tokens is None:
-            return context
-        return min(context, self.rollout.max_total_tokens)
-
     @property
     def trains_scorer(self) -> bool:
         """True if a reward model is trained, and no policy.

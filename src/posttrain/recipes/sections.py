@@ -337,6 +337,12 @@ class RolloutSection(Section):
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
 
+    def within(self, context: int) -> int:
+        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
+        if self.max_total_tokens is None:
+            return context
+        return min(context, self.max_total_tokens)
+
 
 # Default limits of a rollout of several turns.
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
@@ -469,6 +475,11 @@ class TrainSection(Section):
     skip_zero_rows: bool = True
     keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
     strict: bool = False
+
+    @property
+    def updates_per_batch(self) -> int:
+        """The number of steps that one rollout batch serves; 1 for supervised training."""
+        return self.ppo_epochs * self.num_minibatches
 
     @model_validator(mode="before")
     @classmethod

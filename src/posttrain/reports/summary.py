@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.activity import phase
 from posttrain.data.render.template import build_template
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Component
 from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
@@ -57,7 +58,7 @@ def write_summary(folder: str | Path) -> Path:
     panels = choose_panels(rows, primary)
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
-    write_results(run, recipe, rows, points)
+    write_results(run, recipe.fingerprint(), rows, points)
     lead = [describe_settings(recipe)]
     lead += [f"Warning: {warning}." for warning in learning_warnings(rows).values()]
     report = RunReport(
@@ -67,20 +68,20 @@ def write_summary(folder: str | Path) -> Path:
         stages=_stages(points, primary),
         stages_note=note_on(points, primary),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
-        transcripts=_before_and_after(run.folder, recipe, points, primary),
+        transcripts=_before_and_after(run.folder, recipe.prompt.template, points, primary),
         transcripts_note=f"The same {primary.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
-        commands=_next_commands(run, recipe),
+        commands=_next_commands(run, writes=not recipe.trains_scorer),
     )
     return write_html(render_report(report), run.folder / "report.html")
 
 
-def _next_commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
-    """Return what can be done with a run that has ended, and the command that does it."""
+def _next_commands(run: RunDirectory, *, writes: bool) -> list[tuple[str, str]]:
+    """Return what can be done with a run that has ended, and the command that does it; ``writes``: it is a policy."""
     folder = str(run.folder)
     options = allow_code_options(os.getcwd())  # for the code that the recipe names
     commands = []
-    if not recipe.trains_scorer:
+    if writes:
         commands.append(("ask the trained model", ["posttrain", "generate", folder]))
     commands.append(("measure it again", ["posttrain", "evaluate", folder, *options]))
     again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *options]
@@ -119,9 +120,12 @@ def describe_settings(recipe: Recipe) -> str:
 
 
 def write_results(
-    run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
+    run: RunDirectory, fingerprint: str, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
 ) -> None:
-    """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
+    """Write ``results.json``: the run's state and its first, best and last evaluation of each task.
+
+    ``fingerprint``: of its recipe.
+    """
     primary = run.primary_metric()
     evaluations = {}
     for task, own in _by_task(points).items():
@@ -136,7 +140,7 @@ def write_results(
         "run": run.folder.name,
         "state": _state_of(run),
         "step": max((row.step for row in rows), default=0),
-        "fingerprint": recipe.fingerprint(),
+        "fingerprint": fingerprint,
         "seconds": seconds_of(rows),
         "primary_metric": primary.name,
         "evaluations": evaluations,
@@ -244,7 +248,7 @@ def _label(step: int) -> str:
 
 
 def _before_and_after(
-    folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint], primary: Metric
+    folder: Path, template: Component, points: Sequence[EvaluationPoint], primary: Metric
 ) -> list[Transcript]:
     """Return the first problems that were answered both at the first evaluation and at the last."""
     if not points:
@@ -252,7 +256,7 @@ def _before_and_after(
     task = points[0].name
     steps = [point.step for point in points if point.name == task]
     store = RolloutStore(folder / "rollouts.db", read_only=True)
-    extract = build_template(recipe.prompt.template).extract
+    extract = build_template(template).extract
     columns = {}
     for step in (steps[0], max(steps)):  # which may be the same one
         columns[_label(step)] = {row.example_id: row for row in store.evaluations(task, step)}

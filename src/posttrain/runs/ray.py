@@ -21,6 +21,7 @@ from ray.util.queue import Queue
 from posttrain import __version__
 from posttrain.errors import PeerFailure, PosttrainError, UsageError, first_line
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ScaleSection
 from posttrain.runs.processes import train_task
 from posttrain.training.distributed import Processes, join
 from posttrain.training.files import Observer
@@ -49,7 +50,7 @@ def train_on_cluster(
     ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
-        trainer = _make_trainer(task, recipe, events)
+        trainer = _make_trainer(task, recipe.scale, recipe.model.device, events)
 
         def fit() -> None:
             try:
@@ -87,9 +88,8 @@ def train_on_cluster(
     return TrainResult(**ends["result"])
 
 
-def _make_trainer(task: Mapping[str, Any], recipe: Recipe, events: Queue) -> TorchTrainer:
+def _make_trainer(task: Mapping[str, Any], scale: ScaleSection, device: str, events: Queue) -> TorchTrainer:
     """Return Ray's trainer of a task: its workers, their backend, what they get of the environment, how often again."""
-    scale = recipe.scale
     passed = {}
     for name, value in os.environ.items():
         if name.startswith(_PASSED) and not _SECRET.search(name):
@@ -97,7 +97,7 @@ def _make_trainer(task: Mapping[str, Any], recipe: Recipe, events: Queue) -> Tor
     restarts = scale.restarts
     if restarts is None:
         restarts = RESTARTS
-    on_gpus = _takes_gpus(recipe)
+    on_gpus = _takes_gpus(device, scale.processes)
     backend = "gloo"
     if on_gpus:
         backend = "cpu:gloo,cuda:nccl"
@@ -164,11 +164,9 @@ def _cause(failure: Any, size: int) -> str:
     return first_line(failure)
 
 
-def _takes_gpus(recipe: Recipe) -> bool:
+def _takes_gpus(device: str, size: int) -> bool:
     """Decide whether workers have a GPU each; refuse more of them than the cluster has room for."""
     resources = ray.cluster_resources()
-    size = recipe.scale.processes
-    device = recipe.model.device
     on_gpus = device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)
     kind = "CPU"
     if on_gpus:

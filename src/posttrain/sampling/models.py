@@ -48,6 +48,13 @@ class ModelSource:
     run: Path | None = None
     recipe: Recipe | None = None
 
+    @property
+    def task(self) -> Component | None:
+        """The task that it was trained on; None of a model that is no run."""
+        if self.recipe is None:
+            return None
+        return self.recipe.task
+
     @cached_property
     def template(self) -> Component:
         """The template of its training, else the chat template of its tokenizer, else ``r1_zero``.

@@ -1,7 +1,7 @@
-"""The registry of metrics: name, label, unit, direction and meaning of every number that is recorded or shown.
+"""Registry of metrics: name, label, unit, direction and meaning of each recorded number.
 
-The same quantity has the same name in ``metrics.jsonl``, on the terminal, in results of evaluations, reports, pictures
-and trackers. ``docs/reference/metrics.md`` is written from here, and ``posttrain explain NAME`` answers from here.
+A quantity keeps one name in ``metrics.jsonl``, on the terminal, in evaluation results, reports, figures and trackers.
+``docs/reference/metrics.md`` and ``posttrain explain NAME`` are generated from this table.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A quantity. ``better``: the direction that is better.
+    """A quantity and how to show it.
 
-    A primary metric is shown with ``further`` ones; ``of``: what it is measured on.
+    Attributes:
+        better: whether higher or lower values are better.
+        of: the unit of observation, such as problems or pairs.
+        further: metrics shown next to it if it is the primary metric.
     """
 
     name: str
@@ -51,14 +54,14 @@ class Metric:
         return self.unit == "share"
 
     def value(self, results: Mapping[str, object]) -> float | None:
-        """Return its value; None where it was not measured, or is no finite number."""
+        """Return the finite value, or None if missing or not finite."""
         value = results.get(self.name)
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         return None
 
     def mean(self, evaluations: Iterable[Mapping[str, float]]) -> float | None:
-        """Return the mean over those evaluations that have it."""
+        """Return the mean over evaluations, ignoring missing values."""
         values = []
         for results in evaluations:
             value = self.value(results)
@@ -69,7 +72,7 @@ class Metric:
         return None
 
     def interval(self, results: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return its 95 % interval, where one was measured."""
+        """Return the 95 % interval, or None."""
         low = results.get(f"{self.name}_low", math.nan)
         high = results.get(f"{self.name}_high", math.nan)
         if self.value(results) is not None and math.isfinite(low) and math.isfinite(high):
@@ -77,25 +80,25 @@ class Metric:
         return None
 
     def goodness(self, value: float) -> float:
-        """Return a number that is larger for what is better."""
+        """Return the value, negated if lower is better."""
         if self.better == "lower":
             return -value
         return value
 
     def numbers(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Return value, interval and further metrics, of those results that are finite."""
+        """Return value, interval and further metrics, finite ones only."""
         names = (self.name, f"{self.name}_low", f"{self.name}_high", *self.further)
         return {name: results[name] for name in names if math.isfinite(results.get(name, math.nan))}
 
     def brief(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Return its value and the KL that is shown with it: enough for a line about one of many runs."""
+        """Return the value, plus KL if applicable, for one line in a list of runs."""
         names = [self.name]
         if KL in self.further:
             names.append(KL)
         return {name: results[name] for name in names if name in results}
 
     def show(self, value: float) -> str:
-        """``50.0%``, ``0.731``, ``1.2e-05``; a very large number in three digits."""
+        """Format a value: ``50.0%``, ``0.731``, ``1.2e-05``. Huge numbers get three digits."""
         if abs(value) >= 1e12:
             return f"{value:.3g}"
         form = _FORMS.get(self.unit, ".3f")
@@ -104,7 +107,10 @@ class Metric:
         return f"{value:{form}}"
 
     def describe(self, results: Mapping[str, float]) -> str:
-        """``accuracy 50.0% [43.9%, 56.1%]``, ``reward 0.731 · KL from initial model 2.310``; empty if not measured."""
+        """Describe results: ``accuracy 50.0% [43.9%, 56.1%]``, ``reward 0.731 · KL from initial model 2.310``.
+
+        Returns an empty string if the metric is missing.
+        """
         value = self.value(results)
         if value is None:
             return ""
@@ -121,219 +127,227 @@ class Metric:
         return " · ".join(parts)
 
 
-ACCURACY = Metric("accuracy", "share", "higher", "Share of the answers that are correct, of those with a reference "
-                  "answer.", of="problems")  # fmt: skip
-REWARD = Metric("reward", "number", "higher", "Weighted sum of the rewards of an answer, the mean.", further=(KL,))
+ACCURACY = Metric("accuracy", "share", "higher", "Fraction of answers that are correct, among problems with a "
+                  "reference answer.", of="problems")  # fmt: skip
+REWARD = Metric("reward", "number", "higher", "Mean weighted reward per answer.", further=(KL,))
 # fmt: off
 GROUPS: dict[str, tuple[Metric, ...]] = {
-    "Answers: sampled in training, or of an evaluation": (
+    "Answers, sampled in training or evaluation": (
         REWARD,
         ACCURACY,
-        Metric("format", "share", "higher", "Share of the answers in the format that the template asks for."),
-        Metric("shows_reasoning", "share", "higher", "Share of the answers that show their steps."),
-        Metric("completion_length", "tokens", "none", "Tokens that the model wrote in an answer, the mean."),
-        Metric("completion_length_correct", "tokens", "none", "The same of correct answers."),
-        Metric("completion_length_wrong", "tokens", "none", "The same of wrong answers."),
-        Metric("truncated", "share", "lower", "Share of the answers that a limit cut off."),
-        Metric("out_of_turns", "share", "lower", "Share of the answers that the limit of turns ended."),
-        Metric("tool_failed", "share", "lower", "Share of the answers that a tool ended by its time-out."),
-        Metric("environment_failures", "share", "lower", "Share of the answers that a failing environment ended."),
-        Metric("played_again", "share", "lower", "Share of the answers that were sampled again after a failure of the "
-               "environment."),
-        Metric("grading_failures", "share", "lower", "Share of the gradings that were stopped or crashed."),
-        Metric("no_reward", "share", "none", "Share of the answers for which every reward function returned None."),
-        Metric("num_turns", "number", "none", "Turns of an answer, the mean.", "turns"),
-        Metric("num_calls", "number", "none", "Calls of tools in an answer, the mean.", "calls"),
-        Metric("failed_calls", "share", "lower", "Share of the calls of tools that failed."),
+        Metric("format", "share", "higher", "Fraction of answers that follow the template's format."),
+        Metric("shows_reasoning", "share", "higher", "Fraction of answers that show their steps."),
+        Metric("completion_length", "tokens", "none", "Mean number of generated tokens per answer."),
+        Metric("completion_length_correct", "tokens", "none", "`completion_length` of correct answers."),
+        Metric("completion_length_wrong", "tokens", "none", "`completion_length` of wrong answers."),
+        Metric("truncated", "share", "lower", "Fraction of answers cut off by a token limit."),
+        Metric("out_of_turns", "share", "lower", "Fraction of answers that reached the turn limit."),
+        Metric("tool_failed", "share", "lower", "Fraction of answers that ended because a tool timed out."),
+        Metric("environment_failures", "share", "lower", "Fraction of answers that ended because the environment "
+               "failed."),
+        Metric("played_again", "share", "lower", "Fraction of answers sampled again after an environment failure."),
+        Metric("grading_failures", "share", "lower", "Fraction of grading calls that crashed or timed out."),
+        Metric("no_reward", "share", "none", "Fraction of answers for which every reward function returned None."),
+        Metric("num_turns", "number", "none", "Mean number of turns per answer.", "turns"),
+        Metric("num_calls", "number", "none", "Mean number of tool calls per answer.", "calls"),
+        Metric("failed_calls", "share", "lower", "Fraction of tool calls that failed."),
     ),
     "Rollout batches": (
-        Metric("uniform_groups", "share", "lower", "Share of the prompts whose answers all have the same reward: no "
-               "signal."),
-        Metric("accepted_groups", "share", "none", "Share of the sampled groups that dynamic sampling keeps."),
-        Metric("selected", "share", "none", "Share of the answers that are trained on."),
-        Metric("masked", "share", "none", "Share of the selected units that are left out of the loss as truncated."),
-        Metric("staleness", "number", "none", "Rollout batches between the weights that sampled and those trained."),
-        Metric("advantage_mean", "number", "none", "Mean of the advantages of the answers."),
-        Metric("advantage_std", "number", "none", "Their standard deviation."),
-        Metric("advantage_min", "number", "none", "The smallest of them."),
-        Metric("advantage_max", "number", "none", "The largest of them."),
-        Metric("return_mean", "number", "none", "Mean of the returns that the critic learns."),
-        Metric("kl_in_reward", "nats", "none", "KL to the reference that the reward is reduced by, per answer.",
+        Metric("uniform_groups", "share", "lower", "Fraction of groups whose rewards are all equal. They give no "
+               "gradient."),
+        Metric("accepted_groups", "share", "none", "Fraction of sampled groups kept by dynamic sampling."),
+        Metric("selected", "share", "none", "Fraction of answers selected for training."),
+        Metric("masked", "share", "none", "Fraction of selected answers masked out of the loss because they were "
+               "truncated."),
+        Metric("staleness", "number", "none", "How many rollout batches the sampler's weights are behind the trained "
+               "weights."),
+        Metric("advantage_mean", "number", "none", "Mean advantage."),
+        Metric("advantage_std", "number", "none", "Standard deviation of advantages."),
+        Metric("advantage_min", "number", "none", "Smallest advantage."),
+        Metric("advantage_max", "number", "none", "Largest advantage."),
+        Metric("return_mean", "number", "none", "Mean return that the critic is trained on."),
+        Metric("kl_in_reward", "nats", "none", "KL to the reference per answer, as subtracted from the reward.",
                "KL in the reward"),
-        Metric("kl_weight", "number", "none", "Weight of that KL.", "KL weight"),
-        Metric("prompts", "count", "none", "Prompts of a part of a mixture (`PART:prompts`) in the batch."),
-        Metric("trained", "count", "none", "Those of them that are trained on (`PART:trained`)."),
+        Metric("kl_weight", "number", "none", "Weight of `kl_in_reward`.", "KL weight"),
+        Metric("prompts", "count", "none", "Prompts from this mixture part (`PART:prompts`) in a batch."),
+        Metric("trained", "count", "none", "Prompts from this mixture part (`PART:trained`) used for training."),
     ),
     "Updates": (
-        Metric("loss", "nats", "lower", "The objective under its aggregation; held out and of demonstrations, the mean "
-               "of −log π over the trained tokens.", of="examples", further=("perplexity", "token_accuracy")),
-        Metric("nll", "nats", "lower", "Mean of −log π over the trained tokens; `loss` under `token_mean`.", "NLL"),
-        Metric("entropy", "nats", "none", "Entropy of the next token's distribution, the mean over the answers' "
-               "tokens."),
-        Metric("ratio", "number", "none", "Ratio of the trained policy's probability to that before the update."),
-        Metric("ratio_distance", "number", "none", "Distance of that ratio from 1, the mean; rounding at the first "
-               "update of a batch of answers."),
-        Metric("clip_fraction", "share", "none", "Share of the tokens whose ratio is clipped."),
-        Metric("kl_ref", "nats", "none", "KL to the reference model per token, the k3 estimate.", "KL to reference"),
-        Metric("kl_sampler", "nats", "lower", "KL from the sampler to the trainer per token (k3): rounding alone, "
-               "unless samples are reused.", "KL to sampler"),
-        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated from the sampled tokens.",
+        Metric("loss", "nats", "lower", "Objective after aggregation. For held-out demonstrations, mean −log π per "
+               "trained token.", of="examples", further=("perplexity", "token_accuracy")),
+        Metric("nll", "nats", "lower", "Mean −log π per trained token. Equal to `loss` under `token_mean`.", "NLL"),
+        Metric("entropy", "nats", "none", "Mean entropy of next-token distributions, over generated tokens."),
+        Metric("ratio", "number", "none", "Importance ratio: probability under the current policy divided by its "
+               "probability before the update."),
+        Metric("ratio_distance", "number", "none", "Mean |ratio − 1|. Only rounding error in the first update after "
+               "sampling."),
+        Metric("clip_fraction", "share", "none", "Fraction of tokens whose ratio is clipped."),
+        Metric("kl_ref", "nats", "none", "KL to the reference model per token (k3 estimator).", "KL to reference"),
+        Metric("kl_sampler", "nats", "lower", "KL between sampler and trainer per token (k3 estimator). Only rounding "
+               "error, unless samples are reused.", "KL to sampler"),
+        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated on sampled tokens.",
                "KL to teacher"),
-        Metric("effective_sample_size", "share", "higher", "Share of the tokens that the importance weights between "
-               "sampler and trainer leave."),
-        Metric("correction", "number", "none", "Weight of the correction of sampler and trainer, the mean."),
-        Metric("clamped_log_ratios", "share", "lower", "Share of the tokens with a log-ratio beyond ±20."),
-        Metric("value_loss", "number", "lower", "Loss of the critic."),
-        Metric("value_clip_fraction", "share", "none", "Share of the tokens whose value is clipped."),
-        Metric("value_explained_variance", "share", "higher", "Share of the returns' variance that the critic "
-               "explains."),
+        Metric("effective_sample_size", "share", "higher", "Effective sample size of the importance weights between "
+               "sampler and trainer, divided by the number of tokens."),
+        Metric("correction", "number", "none", "Mean importance weight that corrects for the sampler's mismatch."),
+        Metric("clamped_log_ratios", "share", "lower", "Fraction of tokens whose log-ratio was clamped to ±20."),
+        Metric("value_loss", "number", "lower", "Critic loss."),
+        Metric("value_clip_fraction", "share", "none", "Fraction of tokens whose value is clipped."),
+        Metric("value_explained_variance", "share", "higher", "Fraction of return variance explained by the critic."),
         Metric("divergence", "nats", "lower", "Divergence from the teacher per token."),
-        Metric("student_mass", "share", "none", "Probability of the candidates under the student."),
-        Metric("teacher_mass", "share", "none", "Probability of the candidates under the teacher."),
-        Metric("feedback_share", "share", "none", "Share of the tokens in answers that have feedback."),
-        Metric("weights_moved", "share", "none", "1 if the step changed a sample of the weights (first steps)."),
-        Metric("grad_norm", "number", "none", "Norm of the gradient before clipping."),
-        Metric("lr", "number", "none", "Learning rate of the update."),
-        Metric("trained_tokens", "count", "none", "Tokens that the update is computed from."),
-        Metric("computed_rows", "count", "none", "Rows that the update computed. Rows that cannot change the gradient "
-               "are left out (`train.skip_zero_rows`), and the other metrics of an update are then of the computed "
-               "rows; the first, the last and every saved step compute all rows."),
-        Metric("padding_share", "share", "lower", "Share of the computed positions that are padding."),
+        Metric("student_mass", "share", "none", "Total probability of the candidate tokens under the student."),
+        Metric("teacher_mass", "share", "none", "Total probability of the candidate tokens under the teacher."),
+        Metric("feedback_share", "share", "none", "Fraction of tokens whose answer has feedback."),
+        Metric("weights_moved", "share", "none", "1 if the step changed a sample of weights (checked in the first "
+               "steps)."),
+        Metric("grad_norm", "number", "none", "Gradient norm before clipping."),
+        Metric("lr", "number", "none", "Learning rate."),
+        Metric("trained_tokens", "count", "none", "Tokens in the loss."),
+        Metric("computed_rows", "count", "none", "Rows that went through forward and backward. `train.skip_zero_rows` "
+               "skips rows without a gradient; other update metrics then cover computed rows only. First, last and "
+               "saved steps compute all rows."),
+        Metric("padding_share", "share", "lower", "Fraction of computed positions that are padding."),
     ),
     "Preferences and reward models": (
-        Metric("pair_accuracy", "share", "higher", "Share of the pairs whose better answer has the higher score or "
-               "implicit reward; a tie counts half.", of="pairs", further=("loss",)),
-        Metric("answer_accuracy", "share", "higher", "Share of the answers whose final score or implicit reward agrees "
-               "with the label; a tie counts half.", of="answers", further=("loss",)),
-        Metric("step_accuracy", "share", "higher", "Share of the steps that are judged as they are labelled.",
+        Metric("pair_accuracy", "share", "higher", "Fraction of pairs where the chosen answer gets a higher score or "
+               "implicit reward. Ties count half.", of="pairs", further=("loss",)),
+        Metric("answer_accuracy", "share", "higher", "Fraction of answers whose score or implicit reward agrees with "
+               "the label. Ties count half.", of="answers", further=("loss",)),
+        Metric("step_accuracy", "share", "higher", "Fraction of steps classified as labelled.",
                of="solutions", further=("loss",)),
-        Metric("outcome_accuracy", "share", "higher", "Share of the trained tokens whose score agrees with the label."),
-        Metric("solution_accuracy", "share", "higher", "Share of the solutions whose first wrong step is found, or "
-               "that are found to have none."),
-        Metric("margin", "number", "higher", "Score (or implicit reward) of the better answer less that of the worse."),
-        Metric("chosen_score", "number", "none", "Score of the better answer of a pair."),
-        Metric("rejected_score", "number", "none", "Score of the worse answer of a pair."),
-        Metric("chosen_reward", "number", "none", "Implicit reward of the better answer of a pair."),
-        Metric("rejected_reward", "number", "none", "Implicit reward of the worse answer of a pair."),
-        Metric("chosen_logprob", "nats", "none", "Log-probability of the better answer of a pair."),
-        Metric("rejected_logprob", "nats", "none", "Log-probability of the worse answer of a pair."),
-        Metric("chosen_nll", "nats", "lower", "Mean of −log π over the tokens of the better answers.", "chosen NLL"),
-        Metric("implicit_reward", "number", "none", "β times the log-ratio of an answer to the reference, the mean."),
-        Metric("desirable", "share", "none", "Share of the answers that are desirable."),
+        Metric("outcome_accuracy", "share", "higher", "Fraction of trained tokens whose score agrees with the label."),
+        Metric("solution_accuracy", "share", "higher", "Fraction of solutions whose first wrong step is found, or "
+               "that are correctly judged error-free."),
+        Metric("margin", "number", "higher", "Score or implicit reward: chosen minus rejected."),
+        Metric("chosen_score", "number", "none", "Score of chosen answers."),
+        Metric("rejected_score", "number", "none", "Score of rejected answers."),
+        Metric("chosen_reward", "number", "none", "Implicit reward of chosen answers."),
+        Metric("rejected_reward", "number", "none", "Implicit reward of rejected answers."),
+        Metric("chosen_logprob", "nats", "none", "Log-probability of chosen answers."),
+        Metric("rejected_logprob", "nats", "none", "Log-probability of rejected answers."),
+        Metric("chosen_nll", "nats", "lower", "Mean −log π per token of chosen answers.", "chosen NLL"),
+        Metric("implicit_reward", "number", "none", "Mean β · log-ratio to the reference."),
+        Metric("desirable", "share", "none", "Fraction of answers labelled desirable."),
         Metric("desirable_reward", "number", "higher", "Implicit reward of desirable answers."),
         Metric("undesirable_reward", "number", "lower", "Implicit reward of undesirable answers."),
-        Metric("kl_baseline", "nats", "none", "KL to the reference that KTO compares with.", "KL baseline"),
-        Metric("logprob", "nats", "none", "Log-probability of an answer, the mean."),
-        Metric("positive_share", "share", "none", "Share of the steps with the best label."),
-        Metric("correct_share", "share", "none", "Share of the given answers that are correct."),
-        Metric("auc", "share", "higher", "Area under the ROC curve of scores of correct over wrong answers.", "AUC"),
-        Metric("step_auc", "share", "higher", "The same of good over bad steps.", "step AUC"),
-        Metric("top_one", "share", "higher", "Share of the problems whose highest-scored answer is correct."),
-        Metric("random_one", "share", "none", "Share that a random answer would give."),
-        Metric("oracle", "share", "none", "Share of the problems with a correct answer among those given."),
-        Metric("error_f1", "share", "higher", "Harmonic mean of the next two.", "F1"),
-        Metric("accuracy_erroneous", "share", "higher", "`solution_accuracy` of solutions with an error."),
-        Metric("accuracy_correct", "share", "higher", "`solution_accuracy` of solutions without an error."),
-        Metric("num_problems", "count", "none", "Problems with several answers."),
+        Metric("kl_baseline", "nats", "none", "KL estimate that KTO uses as its reference point.", "KL baseline"),
+        Metric("logprob", "nats", "none", "Mean log-probability per answer."),
+        Metric("positive_share", "share", "none", "Fraction of steps with the best label."),
+        Metric("correct_share", "share", "none", "Fraction of given answers that are correct."),
+        Metric("auc", "share", "higher", "Area under the ROC curve: scores of correct against wrong answers.", "AUC"),
+        Metric("step_auc", "share", "higher", "Area under the ROC curve: scores of good against bad steps.",
+               "step AUC"),
+        Metric("top_one", "share", "higher", "Fraction of problems whose highest-scored answer is correct."),
+        Metric("random_one", "share", "none", "Expected `top_one` when picking at random."),
+        Metric("oracle", "share", "none", "Fraction of problems where at least one given answer is correct."),
+        Metric("error_f1", "share", "higher", "Harmonic mean of `accuracy_erroneous` and `accuracy_correct`.", "F1"),
+        Metric("accuracy_erroneous", "share", "higher", "`solution_accuracy` on solutions with an error."),
+        Metric("accuracy_correct", "share", "higher", "`solution_accuracy` on error-free solutions."),
+        Metric("num_problems", "count", "none", "Problems with multiple answers."),
         Metric("labelled_steps", "count", "none", "Labelled steps."),
         Metric("dropped", "count", "lower", "Items that could not be scored."),
     ),
     "Evaluations": (
-        Metric("n", "count", "none", "Items that were evaluated."),
+        Metric("n", "count", "none", "Evaluated items."),
         Metric("num_graded", "count", "none", "Items with a reference answer."),
-        Metric("samples", "count", "none", "Answers to each item."),
-        Metric("standard_error", "share", "none", "Standard error of the accuracy, clustered by item."),
-        Metric("pass", "share", "higher", "`pass@K`: chance that one of K answers is correct."),
-        Metric("majority", "share", "higher", "`majority@K`: chance that the most frequent of K answers is correct."),
-        Metric("best_of", "share", "higher", "`best_of@K`: chance that the highest-scored of K answers is correct."),
-        Metric("unscored", "share", "lower", "Share of the answers that the reward model could not score."),
-        Metric("parse_failures", "share", "lower", "Share of the answers in which no final answer is found.",
-               "no answer"),
-        Metric("prompts_too_long", "count", "lower", "Prompts that do not fit into the model's context."),
-        Metric("repeated_prompts", "count", "none", "Questions that the task repeats; they are asked once."),
-        Metric("refusal", "share", "higher", "Share of the answers to harmful prompts that refuse."),
-        Metric("over_refusal", "share", "lower", "Share of the answers to benign prompts that refuse."),
-        Metric("called", "share", "none", "Share of the answers that call a tool.", "called a tool"),
-        Metric("kl_initial", "nats", "lower", "KL from the initial model of a whole answer, the mean over sampled "
+        Metric("samples", "count", "none", "Answers per item."),
+        Metric("standard_error", "share", "none", "Standard error of accuracy, clustered by item."),
+        Metric("pass", "share", "higher", "`pass@K`: probability that at least one of K answers is correct."),
+        Metric("majority", "share", "higher", "`majority@K`: probability that the most frequent of K answers is "
+               "correct."),
+        Metric("best_of", "share", "higher", "`best_of@K`: probability that the highest-scored of K answers is "
+               "correct."),
+        Metric("unscored", "share", "lower", "Fraction of answers the reward model could not score."),
+        Metric("parse_failures", "share", "lower", "Fraction of answers without a final answer.", "no answer"),
+        Metric("prompts_too_long", "count", "lower", "Prompts longer than the model's context."),
+        Metric("repeated_prompts", "count", "none", "Duplicate questions in the task. Each is asked once."),
+        Metric("refusal", "share", "higher", "Fraction of harmful prompts that the model refuses."),
+        Metric("over_refusal", "share", "lower", "Fraction of benign prompts that the model refuses."),
+        Metric("called", "share", "none", "Fraction of answers that call a tool.", "called a tool"),
+        Metric("kl_initial", "nats", "lower", "KL from the initial model, summed over an answer. Mean over sampled "
                "answers to held-out prompts.", "KL from initial model"),
-        Metric("perplexity", "number", "lower", "e to the power of the held-out loss."),
-        Metric("token_accuracy", "share", "higher", "Share of the tokens that the model finds likeliest."),
-        Metric("loss_tokens", "count", "none", "Tokens that the held-out loss is the mean over."),
-        Metric("loss_rows", "count", "none", "Demonstrations that the held-out loss is the mean over."),
+        Metric("perplexity", "number", "lower", "exp of the held-out loss."),
+        Metric("token_accuracy", "share", "higher", "Fraction of tokens that are the model's top prediction."),
+        Metric("loss_tokens", "count", "none", "Tokens in the held-out loss."),
+        Metric("loss_rows", "count", "none", "Demonstrations in the held-out loss."),
         Metric("rows_dropped", "count", "lower", "Held-out rows that could not be used."),
-        Metric("seconds", "seconds", "none", "Time of an evaluation."),
+        Metric("seconds", "seconds", "none", "Duration of the evaluation."),
     ),
-    "Two models, A and B, against one another": (
-        Metric("win_rate", "share", "higher", "How often an answer of A beats one of B; a tie counts half."),
-        Metric("win_rate_similar", "share", "higher", "The same of answers whose lengths differ by at most 10 %."),
-        Metric("wins", "share", "higher", "Share of the pairs in which A is better."),
-        Metric("ties", "share", "none", "Share of the pairs in which both are equally good."),
-        Metric("losses", "share", "lower", "Share of the pairs in which B is better."),
-        Metric("n_similar", "count", "none", "Items with answers of similar lengths."),
-        Metric("characters_a", "number", "none", "Characters of an answer of A, the mean."),
-        Metric("characters_b", "number", "none", "Characters of an answer of B, the mean."),
-        Metric("accuracy_a", "share", "higher", "`accuracy` of A."),
-        Metric("accuracy_b", "share", "higher", "`accuracy` of B."),
-        Metric("kl_ab", "nats", "none", "KL of A from B of a whole answer of A; `kl_ab_per_token`.", "KL(A ‖ B)"),
-        Metric("kl_ba", "nats", "none", "KL of B from A of a whole answer of B; `kl_ba_per_token`.", "KL(B ‖ A)"),
-        Metric("judge_first", "share", "none", "How often the answer that is shown first wins."),
-        Metric("judge_consistent", "share", "higher", "How often both orders have the same outcome."),
-        Metric("judge_longer", "share", "none", "How often the longer answer wins."),
-        Metric("judge_failed", "share", "lower", "Share of the pairs that were not judged."),
-        Metric("judge_tokens_in", "count", "none", "Tokens that the judge read."),
-        Metric("judge_tokens_out", "count", "none", "Tokens that the judge wrote."),
+    "Comparison of two models, A and B": (
+        Metric("win_rate", "share", "higher", "Probability that A's answer beats B's. Ties count half."),
+        Metric("win_rate_similar", "share", "higher", "`win_rate` on answers whose lengths differ by at most 10 %."),
+        Metric("wins", "share", "higher", "Fraction of pairs won by A."),
+        Metric("ties", "share", "none", "Fraction of pairs that are tied."),
+        Metric("losses", "share", "lower", "Fraction of pairs won by B."),
+        Metric("n_similar", "count", "none", "Items whose answers have similar lengths."),
+        Metric("characters_a", "number", "none", "Mean characters per answer, model A."),
+        Metric("characters_b", "number", "none", "Mean characters per answer, model B."),
+        Metric("accuracy_a", "share", "higher", "Accuracy of model A."),
+        Metric("accuracy_b", "share", "higher", "Accuracy of model B."),
+        Metric("kl_ab", "nats", "none", "KL(A ‖ B) per answer sampled from A. Per token: `kl_ab_per_token`.",
+               "KL(A ‖ B)"),
+        Metric("kl_ba", "nats", "none", "KL(B ‖ A) per answer sampled from B. Per token: `kl_ba_per_token`.",
+               "KL(B ‖ A)"),
+        Metric("judge_first", "share", "none", "How often the judge prefers the answer shown first."),
+        Metric("judge_consistent", "share", "higher", "How often the judge's verdict survives swapping the order."),
+        Metric("judge_longer", "share", "none", "How often the judge prefers the longer answer."),
+        Metric("judge_failed", "share", "lower", "Fraction of pairs without a verdict."),
+        Metric("judge_tokens_in", "count", "none", "Tokens read by the judge."),
+        Metric("judge_tokens_out", "count", "none", "Tokens written by the judge."),
     ),
-    "Runs of a sweep, over the seeds": (
-        Metric("gain", "number", "higher", "By how much the primary metric got better over the run."),
-        Metric("train_seconds", "seconds", "lower", "Time of the updates with their sampling, without evaluation."),
-        Metric("sampled_tokens", "count", "none", "Tokens that a run sampled; `trained_tokens` is summed up, too."),
+    "Sweeps": (
+        Metric("gain", "number", "higher", "Improvement of the primary metric during a run."),
+        Metric("train_seconds", "seconds", "lower", "Training time, sampling included, evaluation excluded."),
+        Metric("sampled_tokens", "count", "none", "Tokens sampled during a run. `trained_tokens` is summed as well."),
     ),
     "Sparse autoencoders": (
-        Metric("fvu", "share", "lower", "Share of the activations' variance that the reconstruction leaves.", "FVU"),
-        Metric("l0", "number", "none", "Features that are active on a row, the mean.", "L0"),
-        Metric("silent", "share", "lower", "Share of the features that are active on no held-out row."),
-        Metric("dense", "share", "lower", "Share of the features that are active on more than a tenth of the rows."),
-        Metric("dead", "share", "lower", "Share of the features that have not been active for long."),
-        Metric("squared_error", "number", "lower", "Squared error of the reconstruction."),
+        Metric("fvu", "share", "lower", "Fraction of variance unexplained by the reconstruction.", "FVU"),
+        Metric("l0", "number", "none", "Mean number of active features per row.", "L0"),
+        Metric("silent", "share", "lower", "Fraction of features that never fire on held-out rows."),
+        Metric("dense", "share", "lower", "Fraction of features that fire on more than 10 % of rows."),
+        Metric("dead", "share", "lower", "Fraction of features that have not fired recently."),
+        Metric("squared_error", "number", "lower", "Squared reconstruction error."),
         Metric("penalty", "number", "none", "Sparsity penalty."),
-        Metric("auxk", "number", "none", "Auxiliary loss of dead features.", "AuxK"),
+        Metric("auxk", "number", "none", "Auxiliary loss for dead features.", "AuxK"),
     ),
     "Time and memory (`timing` in metrics.jsonl)": (
-        Metric("step_seconds", "seconds", "lower", "Time of an update with its sampling."),
-        Metric("generate_seconds", "seconds", "lower", "Time of sampling."),
-        Metric("score_seconds", "seconds", "lower", "Time of grading and rewards."),
-        Metric("fill_seconds", "seconds", "lower", "Time of log-probabilities of reference, teacher and critic."),
-        Metric("update_seconds", "seconds", "lower", "Time of forward and backward pass and the optimizer."),
-        Metric("sync_seconds", "seconds", "lower", "Time of giving the weights to the engine."),
-        Metric("waited_seconds", "seconds", "lower", "Time of waiting for answers that are sampled in the background."),
-        Metric("evaluation_seconds", "seconds", "lower", "Time of a held-out evaluation."),
-        Metric("reward_model_seconds", "seconds", "lower", "Time of a reward model's scores in an evaluation."),
-        Metric("tokens_per_second", "tokens per second", "higher", "Trained tokens by the time of the step."),
-        Metric("update_tokens_per_second", "tokens per second", "higher", "Trained tokens by the time of the update."),
-        Metric("generate_tokens_per_second", "tokens per second", "higher", "Sampled tokens by the time of sampling."),
+        Metric("step_seconds", "seconds", "lower", "Total step time, sampling included."),
+        Metric("generate_seconds", "seconds", "lower", "Sampling time."),
+        Metric("score_seconds", "seconds", "lower", "Time for grading and rewards."),
+        Metric("fill_seconds", "seconds", "lower", "Time for reference, teacher and critic log-probabilities."),
+        Metric("update_seconds", "seconds", "lower", "Time for forward, backward and optimizer."),
+        Metric("sync_seconds", "seconds", "lower", "Time to send weights to the engine."),
+        Metric("waited_seconds", "seconds", "lower", "Time spent waiting for background sampling."),
+        Metric("evaluation_seconds", "seconds", "lower", "Time for held-out evaluation."),
+        Metric("reward_model_seconds", "seconds", "lower", "Time for scoring with a reward model during evaluation."),
+        Metric("tokens_per_second", "tokens per second", "higher", "Trained tokens per second of step time."),
+        Metric("update_tokens_per_second", "tokens per second", "higher", "Trained tokens per second of update time."),
+        Metric("generate_tokens_per_second", "tokens per second", "higher", "Sampled tokens per second of sampling "
+               "time."),
         Metric("generated_tokens", "count", "none", "Sampled tokens."),
-        Metric("rows_per_second", "number", "higher", "Rows of activations by time."),
-        Metric("peak_memory_bytes", "bytes", "lower", "Most memory held: of the GPU that trains, else of the process."),
+        Metric("rows_per_second", "number", "higher", "Activation rows per second."),
+        Metric("peak_memory_bytes", "bytes", "lower", "Peak memory: GPU memory if training on a GPU, otherwise "
+               "process memory."),
     ),
 }
 # fmt: on
 METRICS = {metric.name: metric for group in GROUPS.values() for metric in group}
-# Families of names: what surrounds the name of a metric, and its meaning.
+# Patterns that extend a metric name, and their meaning.
 FAMILIES = {
-    "eval/TASK/SPLIT/NAME": "the metric NAME of a held-out evaluation in a run",
-    "reward/NAME": "one reward of an answer unweighted, or a number that a grader adds",
-    "KEY=VALUE:NAME": "the metric NAME of the items of a held-out evaluation whose `meta` has this value (`level=5`)",
-    "PART:NAME": "the metric NAME of one part of a mixture",
-    "sampled_NAME": "the metric NAME of answers at the temperature of training (`eval.num_kl_prompts`)",
-    "NAME_low, NAME_high": "the 95 % interval of NAME",
-    "start_NAME, mean_NAME": "of a sweep: NAME of the first evaluation, and its mean over the run's evaluations",
-    "NAME_last": "of a sweep: NAME of the last update",
-    "NAME_per_token": "NAME by the tokens of the answers",
-    "NAME_n": "items that NAME is the mean over",
-    "completion_length_p50, _p90, _max": "median, 90th percentile and maximum of the lengths",
+    "eval/TASK/SPLIT/NAME": "NAME on a held-out split during training",
+    "reward/NAME": "a single unweighted reward, or a number added by a grader",
+    "KEY=VALUE:NAME": "NAME restricted to items whose `meta` has this value (`level=5`)",
+    "PART:NAME": "NAME for one mixture part",
+    "sampled_NAME": "NAME for answers sampled at training temperature (`eval.num_kl_prompts`)",
+    "NAME_low, NAME_high": "95 % interval",
+    "start_NAME, mean_NAME": "in sweeps: NAME at the first evaluation, and averaged over all evaluations",
+    "NAME_last": "in sweeps: NAME at the last update",
+    "NAME_per_token": "NAME divided by answer length in tokens",
+    "NAME_n": "number of items averaged",
+    "completion_length_p50, _p90, _max": "median, 90th percentile and maximum length",
 }
 
-# Results about the measurement itself, which rank nothing.
+# Facts about the measurement. Runs are never ranked by them.
 _COUNTS = {
     "n",
     "num_graded",
@@ -344,7 +358,7 @@ _COUNTS = {
     "repeated_prompts",
     "standard_error",
 }
-# Primary metrics in the order in which they are looked for. Agreement is with the labels that the data have.
+# Candidates for the primary metric, in order of preference.
 _PREFERRED = ("accuracy", "pair_accuracy", "answer_accuracy", "step_accuracy", "loss")
 _AROUND = re.compile(
     r"(?:eval/.+?/(?=(?:sampled_)?reward/[^/]*$|[^/]+$))?((?:sampled|start|mean)_)?((?:.*:)?)(.*?)"
@@ -354,9 +368,9 @@ _AROUND = re.compile(
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the metric of a name; of one of a family (``FAMILIES``) with what surrounds it in the label."""
+    """Look up a metric by name. Names that match ``FAMILIES`` get an extended label."""
     around = _AROUND.fullmatch(name)
-    assert around is not None, "every part of the pattern may be empty"
+    assert around is not None, "all groups are optional"
     sampled, part, own, end = (text or "" for text in around.groups())
     base = METRICS.get(name) or METRICS.get(own)
     if f"{part}{own}".startswith("reward/"):
@@ -368,7 +382,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 def metric_of(name: str) -> Metric:
-    """Return the metric of a name; of an unknown one a number that is better when it is higher."""
+    """Look up a metric by name. An unknown name is treated as a number where higher is better."""
     known = find_metric(name)
     if known is not None:
         return known
@@ -381,19 +395,21 @@ def metric_of(name: str) -> Metric:
 def choose_primary_metric(
     evaluations: Mapping[str, Mapping[str, float]], *, named: str | None, samples: bool
 ) -> Metric | None:
-    """Return the primary metric of a run, by which it is shown and ranked and the best weights are kept.
+    """Choose the primary metric, used to rank runs and to keep the best checkpoint.
 
-    The first task decides: accuracy where there are reference answers; else agreement with labelled pairs, answers or
-    steps; else the reward with the KL from the initial model for a run that samples; else the held-out loss; None where
-    there is none of these.
+    The first task decides. Candidates, in order: accuracy if answers have references; agreement with labelled pairs,
+    answers or steps; reward (with KL from the initial model) if the run trains on samples; held-out loss.
 
     Args:
-        evaluations: results by task.
-        named: the metric that the recipe asks for instead (``eval.best``).
-        samples: the run trains on its own samples, by their reward.
+        evaluations: results by task name.
+        named: metric requested by ``eval.best``, if any.
+        samples: whether the run trains on sampled answers.
+
+    Returns:
+        The metric, or None without a candidate.
 
     Raises:
-        UsageError: no evaluation has a result of that name; the message lists those that there are.
+        UsageError: no evaluation measures ``named``. The message lists available metrics.
     """
     if named is not None:
         every = {name for results in evaluations.values() for name in results}

@@ -28,7 +28,7 @@ def describe_work(recipe: Recipe) -> str:
     parts = [f"{steps:,} updates at a rate of up to {recipe.train.lr:g}"]
     rollout = recipe.rollout
     if rollout is not None:
-        per_batch = recipe.train.num_minibatches * recipe.train.ppo_epochs
+        per_batch = recipe.train.updates_per_batch
         batches = -(-steps // per_batch)
         answers = rollout.num_prompts * rollout.group_size
         drawn = "at least " * rollout.drop_uniform_groups

@@ -184,7 +184,7 @@ class SweepPlan:
                 data["needs"] = list(row.needs)
             if LABELLED in row.needs:  # the sweep itself gives these to the row
                 del data["task"]
-            if scorers & set(row.needs) and not _reward_models(row.recipe):
+            if scorers & set(row.needs) and not _reward_models(row.recipe.rewards):
                 del data["rewards"]
             rows[row.name] = data
         content = self.content.model_dump(mode="json")
@@ -311,7 +311,7 @@ def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overri
     policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
     yield recipe.trains_scorer or recipe.rollout is None, where, policy
     reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
-    yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
+    yield "rewards" in source and not _reward_models(recipe.rewards), f"{where}.rewards", reward
     section = content.best_of_n
     if section is not None and recipe.rollout is not None:
         measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
@@ -321,14 +321,14 @@ def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overri
         yield given != section.temperature, f"{where}.rollout.temperature", same
 
 
-def _reward_models(recipe: Recipe) -> list[RewardComponent]:
-    return [word for word in recipe.rewards if word.name == "reward_model"]
+def _reward_models(rewards: Sequence[RewardComponent]) -> list[RewardComponent]:
+    return [reward for reward in rewards if reward.name == "reward_model"]
 
 
 def _rewarded_by(recipe: Recipe, scorer: Training) -> Recipe:
     """Return the recipe of a policy with the run of a reward model put into its rewards, or as its only reward."""
     rewards = [reward.model_dump() for reward in recipe.rewards]
-    if not _reward_models(recipe):
+    if not _reward_models(recipe.rewards):
         rewards = [{"name": "reward_model"}]
     for reward in rewards:
         if reward["name"] == "reward_model":

@@ -174,10 +174,17 @@ def open_console() -> OutputConsole:
     """Return standard output; a pipe is as wide as a document."""
     options: dict[str, Any] = {"file": getattr(sys.stdout, "rich_proxied_file", sys.stdout), "highlight": False}
     options |= {"markup": False, "emoji": False}
+    if is_notebook():  # its stream says that it is a terminal, and a cell would keep every panel that is drawn
+        options |= {"force_jupyter": False, "force_terminal": False}
     console = OutputConsole(**options)
     if console.is_terminal:
         return console
     return OutputConsole(**options, width=PIPED_COLUMNS)
+
+
+def is_notebook() -> bool:
+    """Return True if standard output belongs to a cell of a notebook."""
+    return type(sys.stdout).__module__.startswith("ipykernel.")
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -23,8 +23,8 @@ from rich.table import Table
 from posttrain.activity import heartbeat
 from posttrain.runs.launch import start_text
 from posttrain.store.metric_names import ACCURACY, METRICS
-from posttrain.terminal.console import Text, open_console, say
-from posttrain.untrusted import guard_output
+from posttrain.terminal.console import Text, is_notebook, open_console, say
+from posttrain.untrusted import guard_output, harmless, note_output
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_PLAIN_LINES = 20
@@ -210,13 +210,45 @@ class PlainProgress(Progress):
     def show(self, event: str, payload: dict[str, Any]) -> None:
         every = max(1, self.steps // NUM_PLAIN_LINES)
         if event == "step" and (self.step % every == 0 or self.step == self.steps):
-            parts = [f"step {self.step}/{self.steps}", *_shown(PLAIN, payload["metrics"]), self.rates()]
-            remaining = self.remaining()
-            if remaining:
-                parts.append(f"{show_duration(remaining)} left")
-            say(self._console, " | ".join(part for part in parts if part))
+            say(self._console, self.step_line(payload["metrics"]))
         elif event in STYLES:
             say(self._console, self.line_of(event, payload))
+
+    def step_line(self, metrics: Mapping[str, float]) -> str:
+        """Return the line of a step: ``step 3/40 | reward 0.41 | ... | 1m 20s left``."""
+        parts = [f"step {self.step}/{self.steps}", *_shown(PLAIN, metrics), self.rates()]
+        remaining = self.remaining()
+        if remaining:
+            parts.append(f"{show_duration(remaining)} left")
+        return " | ".join(part for part in parts if part)
+
+
+class NotebookProgress(PlainProgress):
+    """One line in a cell's output, rewritten at every step; evaluations and notes are printed above it."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._line = ""
+
+    def show(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "step":
+            self._rewrite(harmless(self.step_line(payload["metrics"])))
+        elif event in STYLES:
+            line = self._line
+            self._rewrite("")
+            say(self._console, self.line_of(event, payload))
+            if event != "finish":
+                self._rewrite(line)
+
+    def _rewrite(self, line: str) -> None:
+        """Write a line over the last one, with spaces over the rest of a longer one."""
+        end = ""
+        if not line:
+            end = "\r"
+        if line or self._line:
+            note_output()
+            print(f"\r{line:{len(self._line)}}", end=end, file=self._console.file, flush=True)
+        self._line = line
 
 
 class LiveProgress(Progress):
@@ -265,10 +297,12 @@ class LiveProgress(Progress):
 
 
 def choose_progress(title: str, quiet: bool, console: Console | None = None) -> Progress:
-    """Return the view that fits: nothing when quiet, a live panel on a terminal, plain lines elsewhere."""
+    """Return the view that fits: none if quiet, a panel on a terminal, one line in a notebook, else plain lines."""
     if quiet:
         return Progress()
     target = console or open_console()
     if target.is_terminal:
         return LiveProgress(target, title)
+    if is_notebook():
+        return NotebookProgress(target)
     return PlainProgress(target)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,27 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.sections import KLInRewardSection
-from posttrain.types import Batch
+from posttrain.types import Batch, Rollout
+
+if TYPE_CHECKING:
+    from posttrain.training.checks import Components
+
+
+def build_advantage_estimator(components: Components) -> AdvantageEstimator:
+    """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
+    recipe = components.recipe
+    if recipe.advantage is None or components.advantage is None:
+        return AdvantageEstimator(None)
+    options = recipe.advantage.options
+    return AdvantageEstimator(
+        components.advantage.bind(options, "advantage"),
+        per_token=components.per_token,
+        per_turn=components.per_turn,
+        of_parts=components.of_parts,
+        bootstrap=bool(options.get("bootstrap", False)),
+        kl=recipe.kl_in_reward,
+        drops_rounding=recipe.train.skip_zero_rows,
+    )
 
 
 def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *inputs: Tensor) -> Any:
@@ -44,15 +65,16 @@ class AdvantageEstimator:
     """Computes advantages from rewards.
 
     advantage: the function, or None where the objective reads no advantages. per_token: it takes rewards and values per
-    token; per_turn: rewards per turn. bootstrap: an answer that was cut off has the value of its last state in place of
-    its score (it keeps the rewards of its turns); both would count the future twice. kl: the penalty in the reward;
-    ``kl_weight`` is its current weight, which adapts where there is a target. drops_rounding: in a group of equal
-    rewards, an advantage that is rounding of their mean becomes 0.
+    token; per_turn: rewards per turn; of_parts: each reward of a completion. bootstrap: an answer that was cut off has
+    the value of its last state in place of its score (it keeps the rewards of its turns); both would count the future
+    twice. kl: the penalty in the reward; ``kl_weight`` is its current weight, which adapts where there is a target.
+    drops_rounding: in a group of equal rewards, an advantage that is rounding of their mean becomes 0.
     """
 
     advantage: Callable[..., Any] | None
     per_token: bool = False
     per_turn: bool = False
+    of_parts: bool = False
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0
@@ -90,6 +112,27 @@ class AdvantageEstimator:
             for n, row in zip(places, rows, strict=True):
                 advantages[n] = advantages[n].to(row.dtype).masked_scatter(~groups[n].isnan(), row)
         return advantages
+
+    def from_parts(
+        self, groups: Sequence[Sequence[Rollout]], rewards: Sequence[tuple[str, float]]
+    ) -> list[Tensor] | None:
+        """Return the ``[G]`` advantages of each group, from the rewards by name with their weights.
+
+        With ``of_parts`` the function reads each reward by itself; otherwise their sum.
+        """
+        if not self.of_parts:
+            return self.from_groups([rewards_of(group) for group in groups])
+        assert self.advantage is not None
+        parts = torch.tensor(
+            [[value_of_part(r, name) for name, _ in rewards] for group in groups for r in group], dtype=torch.float64
+        )
+        sizes = [len(group) for group in groups]
+        if not sizes:
+            return []
+        weights = torch.tensor([weight for _, weight in rewards], dtype=torch.float64)
+        numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        rows = call_advantage(self.advantage, (len(parts),), 1, parts, weights, numbers)
+        return list(rows.split(sizes))
 
     def from_batch(
         self,
@@ -171,6 +214,24 @@ class AdvantageEstimator:
             except ValueError as error:  # a KL that is no number
                 raise RunFailure(f"kl_in_reward: {error}") from error
         return penalty, metrics
+
+
+def rewards_of(group: Sequence[Rollout]) -> Tensor:
+    """``float64 [G]``: NaN for an answer that no reward scored."""
+    rewards = []
+    for rollout in group:
+        if rollout.is_scored:
+            rewards.append(rollout.reward)
+        else:
+            rewards.append(math.nan)
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def value_of_part(rollout: Rollout, name: str) -> float:
+    """Return the unweighted value of a reward; NaN if it says nothing of the answer."""
+    if name in rollout.skipped:
+        return math.nan
+    return rollout.parts[name]
 
 
 def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:

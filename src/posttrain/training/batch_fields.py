@@ -22,7 +22,8 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.errors import RecipeError, UsageError
-from posttrain.models.forward.forward import ActorCritic, Forward, state_values
+from posttrain.models.forward.actor_critic import ActorCritic, state_values
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
@@ -197,11 +198,15 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
-def has_other_prompts(batch: Batch) -> bool:
-    """Return whether the rows of a batch answer more than one prompt."""
+def describe_one_prompt(batch: Batch, step: int) -> str:
+    """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
-    prompts = {tuple(ids[:length]) for ids, length in rows}
-    return len(prompts) > 1
+    if "kl_baseline" not in batch.fields or len({tuple(ids[:length]) for ids, length in rows}) > 1:
+        return ""
+    return (
+        f"all answers of step {step} have the same prompt, so the KL baseline, which takes answers to other prompts, "
+        "is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
+    )
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:

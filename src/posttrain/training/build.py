@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,27 +16,23 @@ from posttrain import registry
 from posttrain.activity import phase
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.balances.record import UpdateFacts
-from posttrain.data.base import Task, build_task, document_texts
+from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
-from posttrain.errors import RecipeError, UsageError
-from posttrain.models.config import context_length
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
-from posttrain.models.load import LoadedModel, choose_device, describe_left_out, load_model, quantized_bits
-from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
-from posttrain.models.trained_heads import forward_with_head
+from posttrain.models.load import describe_left_out
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
-from posttrain.randomness import derive_key
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ModelSection
+from posttrain.recipes.sections import Component, HeadSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
-from posttrain.training.advantages import AdvantageEstimator
-from posttrain.training.batch_fields import BatchFields, scoring_temperature
+from posttrain.training.advantages import build_advantage_estimator
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.checkpoint import origins_of
 from posttrain.training.checks import (
     Components,
@@ -48,8 +43,9 @@ from posttrain.training.checks import (
     vanishing_fields,
 )
 from posttrain.training.optimizer import build_optimizer
+from posttrain.training.parts.built_models import BuiltModels, build_models, compare_over_shared_ids, load_teacher
 from posttrain.training.records.facts import describe_run, without_formula
-from posttrain.training.step import Method, Objective, same_digest, weights_digest
+from posttrain.training.step import Method, Objective
 from posttrain.types import Model, Tokenizer
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
@@ -128,28 +124,6 @@ class TrainerState:
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltModels:
-    """The models of one run, as they are before the first step."""
-
-    loaded: LoadedModel  # the model that is trained, with its tokenizer
-    policy: Forward  # its forward pass as a language model
-    forward: Forward | ActorCritic  # the forward pass that the objective reads
-    heads: dict[str, torch.nn.Module]
-    reference: Reference | None
-    shards: Shards | None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the trained model."""
-        return self.loaded.tokenizer
-
-    @property
-    def context_tokens(self) -> int:
-        """The number of tokens that the trained model reads at once."""
-        return context_length(self.loaded.model.config)
-
-
-@dataclass(frozen=True, slots=True)
 class Prompting:
     """From an example to a prompt, and from an answer to rewards; sources and evaluations share it.
 
@@ -197,10 +171,14 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
     """
     task = build_task(recipe.task)
-    eval_tasks = _tasks_to_evaluate(recipe)
+    eval_tasks: list[Task] = []
+    if recipe.eval.every:
+        from posttrain.training.held_out import build_eval_tasks
+
+        eval_tasks = build_eval_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
-    models = _build_models(components, task, process_group, eval_tasks)
+    models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
     prompting = _build_prompting(recipe, models, folder)
     template = prompting.grader.template
@@ -222,7 +200,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), process_group)
         evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
-    parameters, optimizer = _build_optimizer(recipe, models)
+    parameters, optimizer = _build_optimizer(recipe.optimizer, recipe.train, recipe.head, models)
     facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
     return TrainerState(
         model=models.loaded.model,
@@ -235,7 +213,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         source=source,
         grader=prompting.grader,
         engine=engine,
-        origins=origins_of(recipe, models.loaded),
+        origins=origins_of(models.loaded.source, recipe.teacher, recipe.rewards),
         shards=models.shards,
         reference=models.reference,
         evaluator=evaluator,
@@ -262,7 +240,7 @@ def _build_evaluator(
     return Evaluator(
         recipe.eval,
         recipe.train,
-        answer_limit(recipe),
+        answer_limit(recipe.eval, recipe.rollout),
         tasks,
         held_out=held_out,
         method=method,
@@ -271,15 +249,6 @@ def _build_evaluator(
         start=models.reference,
         shape=components.shape,
     )
-
-
-def _tasks_to_evaluate(recipe: Recipe) -> list[Task]:
-    """Return the held-out tasks; none for a recipe that does not evaluate."""
-    if not recipe.eval.every:
-        return []
-    from posttrain.training.held_out import build_eval_tasks
-
-    return build_eval_tasks(recipe)
 
 
 def _dataset_reader(
@@ -317,96 +286,25 @@ def _build_warnings(
     return warnings
 
 
-def _build_optimizer(recipe: Recipe, models: BuiltModels) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
+def _build_optimizer(
+    component: Component, train: TrainSection, head: HeadSection | None, models: BuiltModels
+) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """Return the trained parameters by name, and their optimizer: over the shards, where the weights are sharded."""
     model: torch.nn.Module = models.loaded.model
     heads = models.heads
     if models.shards is not None:
         model = models.shards.model
         heads = models.shards.heads
-    return build_optimizer(recipe, model, heads)
+    head_lr_ratio = 1.0
+    if head is not None:
+        head_lr_ratio = head.lr_ratio
+    return build_optimizer(component, train, model, heads, head_lr_ratio)
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
     """Return the tasks, the first of which is trained, with the prompts marked that are rendered already."""
     keys = ["task", *(["eval.tasks"] * (len(tasks) - 1))]
     return [take_rendered(task, template, tokenizer, key) for task, key in zip(tasks, keys, strict=True)]
-
-
-def _build_models(
-    components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
-) -> BuiltModels:
-    """Load the model and build its forward passes, the reference and the shards.
-
-    Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
-    """
-    recipe = components.recipe
-    device = torch.device("cpu")
-    if process_group.size > 1:  # a single process asks for its device when it loads
-        device = choose_device(recipe.model.device)
-    shards: Shards | None = None
-    loads_onto: str | None = None
-    if recipe.scale.sharding == "fsdp2" and process_group.size > 1:
-        from posttrain.training.distributed import Shards
-
-        shards = Shards(process_group, device, keeps_whole=_samples_answers(components, eval_tasks))
-        if not shards.keeps_whole:
-            loads_onto = "cpu"  # from where it is sharded
-    loads_in_turn = loads_onto is not None or device.type == "cuda"
-    digest: list[int] = []
-    with process_group.in_turn() if loads_in_turn else nullcontext():
-        loaded = _load_trained(recipe, task, loads_onto)
-        policy = _build_policy(components, loaded)
-        forward, heads = forward_with_head(
-            components.objective, recipe.objective.options, recipe.head, policy, recipe.train.seed
-        )
-        reference: Reference | None = None
-        if "reference" in components.parts or recipe.eval.num_kl_prompts:
-            from posttrain.models.reference import Reference
-
-            reference = Reference(policy)
-        if shards is not None:
-            if not shards.keeps_whole:
-                modules = [forward.model, *heads.values()]
-                digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
-            shards.cut(forward, heads)
-            if reference is not None and not shards.keeps_whole:
-                reference.shard(shards.part)
-    if shards is not None:
-        same_digest(digest, process_group, "before training")
-        shards.choose_paths(policy)
-    return BuiltModels(loaded, policy, forward, heads, reference, shards)
-
-
-def _samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Return whether the trainer's processes sample with the model itself."""
-    if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
-        return components.samples()
-    from posttrain.training.held_out import is_read
-
-    return components.samples(all(is_read(task, components.recipe.eval.num_examples) for task in eval_tasks))
-
-
-def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
-    """Return the language model's forward pass, in ``train.precision``.
-
-    Raises:
-        RecipeError: TF32 where no GPU multiplies.
-    """
-    recipe = components.recipe
-    device = next(loaded.model.parameters()).device.type
-    coarse = recipe.train.precision != "fp32"
-    if recipe.train.precision == "tf32" and device != "cuda":
-        raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
-    # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
-    torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
-
-
-def _forward(model: Model, precision: str, temperature: float) -> Forward:
-    if precision == "bf16":
-        return Forward(model, temperature, precision="bf16")
-    return Forward(model, temperature, precision="fp32")  # with tf32 the GPU rounds, not the pass
 
 
 def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:
@@ -420,7 +318,9 @@ def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -
         if stage is not None:
             template = stage.template
     grader = build_grader(recipe.rewards, template, folder)
-    row_limit = recipe.within(models.context_tokens)
+    row_limit = models.context_tokens
+    if recipe.rollout is not None:
+        row_limit = recipe.rollout.within(row_limit)
     return Prompting(models.tokenizer, models.context_tokens, row_limit, grader, stage)
 
 
@@ -468,7 +368,7 @@ def build_rollout_source(
 
         template = prompting.grader.template
         feedback = Feedback(prompting.tokenizer, template, options.label_above, prompting.context_tokens)
-    advantage_estimator = _build_advantage_estimator(components)
+    advantage_estimator = build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
         from posttrain.training.sources.prefetch import PrefetchSource
@@ -491,22 +391,6 @@ def build_rollout_source(
     )
 
 
-def _build_advantage_estimator(components: Components) -> AdvantageEstimator:
-    """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
-    recipe = components.recipe
-    if recipe.advantage is None or components.advantage is None:
-        return AdvantageEstimator(None)
-    options = recipe.advantage.options
-    return AdvantageEstimator(
-        components.advantage.bind(options, "advantage"),
-        per_token=components.per_token,
-        per_turn=components.per_turn,
-        bootstrap=bool(options.get("bootstrap", False)),
-        kl=recipe.kl_in_reward,
-        drops_rounding=recipe.train.skip_zero_rows,
-    )
-
-
 def _build_batch_fields(
     components: Components, models: BuiltModels, method: Method, process_group: ProcessGroup
 ) -> BatchFields:
@@ -521,11 +405,11 @@ def _build_batch_fields(
         if components.teaches_itself:
             teacher = models.policy
         else:
-            teacher = _load_teacher(recipe, models.tokenizer, models.policy.temperature)
+            teacher = load_teacher(recipe.teacher, recipe.model, models, recipe.train.precision)
         learners: list[Forward | ActorCritic] = [models.policy, method.forward]
         if models.shards is not None:
             learners.append(models.shards.forward)
-        _compare_over_shared_ids(learners, teacher, models.tokenizer, is_own=components.teaches_itself)
+        compare_over_shared_ids(learners, teacher, models.tokenizer, is_own=components.teaches_itself)
     return BatchFields(
         components.needs,
         recipe,
@@ -537,65 +421,3 @@ def _build_batch_fields(
         process_group,
         vanishes=method.vanishes or (),
     )
-
-
-def _compare_over_shared_ids(
-    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
-) -> None:
-    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
-
-    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
-    """
-    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
-    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
-    if not is_own:
-        teacher.restrict(num_ids, targets=True)
-    for student in students:
-        student.restrict(num_ids)
-
-
-def _load_teacher(recipe: Recipe, tokenizer: Tokenizer, temperature: float) -> Forward:
-    assert recipe.teacher is not None
-    section = ModelSection(
-        name=recipe.teacher.name,
-        dtype=recipe.teacher.dtype or recipe.model.dtype,
-        device=recipe.model.device,
-        trust_remote_code=recipe.teacher.trust_remote_code,
-    )
-    loaded = load_model(section, seed=0)
-    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise UsageError(
-            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
-            "can only be compared within one. Choose a teacher of the same family"
-        )
-    return _forward(loaded.model.eval().requires_grad_(False), recipe.train.precision, temperature)
-
-
-def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
-    """Return the model to train, with a new adapter where the recipe has one; ``device``: in place of the recipe's."""
-    section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
-    texts: Iterator[str] | None = None
-    if recipe.model.init is not None:  # for a new tokenizer
-        texts = document_texts(task.examples, recipe.model.init.tokenizer.num_documents)
-    loaded = load_model(section, seed=recipe.train.seed, texts=texts)
-    model = loaded.model
-    if recipe.model.adapter is not None:
-        model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
-    elif has_adapter(model):
-        refuse_whole_weights(model, loaded.source)
-    bits = quantized_bits(model)
-    if bits is not None and not has_adapter(model):
-        raise RecipeError(
-            f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
-            "such as model.adapter.rank: 16"
-        )
-    if bits is not None and recipe.scale.sharding != "none":
-        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
-    if recipe.train.gradient_checkpointing:
-        from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
-
-        if not checkpointed_layers(model):
-            name = type(model).__name__
-            raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
-    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
-    return replace(loaded, model=model)

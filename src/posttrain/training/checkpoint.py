@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 from posttrain import registry
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models.answer_end import write_ends
-from posttrain.models.load import ONE_FILE, LoadedModel, note_base_bits
+from posttrain.models.load import ONE_FILE, note_base_bits
 from posttrain.models.sources import SCORE, resolve_model_name
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Component, TeacherSection
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
@@ -317,19 +317,21 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def origins_of(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
-    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run."""
-    teacher = None
-    if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER:
-        teacher = recipe.teacher.name
-    rewards: dict[str, str] = {}
-    for index, component in enumerate(recipe.rewards):
+def origins_of(source: str, teacher: TeacherSection | None, rewards: Sequence[Component]) -> dict[str, Any]:
+    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run.
+
+    ``source``: the path of the trained model.
+    """
+    taught: str | None = None
+    if teacher is not None and teacher.name != OWN_TEACHER:
+        taught = Path(resolve_model_name(teacher.name)).name
+    scorers: dict[str, str] = {}
+    for index, component in enumerate(rewards):
         option = registry.find("reward", component.name, f"rewards.{index}").traits.get("model_option")
         if option is not None:
             run = str(component.options[option])
-            rewards[run] = Path(resolve_model_name(run)).name
-    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
-    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
+            scorers[run] = Path(resolve_model_name(run)).name
+    return {"model": Path(source).name, "teacher": taught, "rewards": scorers}
 
 
 def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapping[str, Any]) -> None:

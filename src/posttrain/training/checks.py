@@ -26,7 +26,8 @@ from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
     from posttrain.data.render.template import Template
-    from posttrain.models.forward.forward import ActorCritic, Forward
+    from posttrain.models.forward.actor_critic import ActorCritic
+    from posttrain.models.forward.forward import Forward
     from posttrain.training.step import Level
     from posttrain.types import Tokenizer
 
@@ -39,7 +40,8 @@ class Components:
     """A resolved recipe with the registry entries of its components.
 
     needs: the batch fields that the objective or the recipe reads, and those that these need. level: the unit that the
-    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn: of the advantages.
+    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn, of_parts: of the
+    advantages.
     """
 
     recipe: Recipe
@@ -54,6 +56,7 @@ class Components:
     unit: str
     per_token: bool
     per_turn: bool
+    of_parts: bool
 
     @property
     def keeps_unscored(self) -> bool:
@@ -153,9 +156,10 @@ def resolve_components(recipe: Recipe) -> Components:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
+        of_parts=advantage is not None and advantage.traits.get("level") == "parts",
     )
     if recipe.eval.every:
-        eval_components(recipe)
+        eval_components(recipe.task, recipe.eval.tasks)
     tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
     for table in tables:
         for broken, key, message in table(components):
@@ -378,6 +382,8 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
         "instead"
     )
     yield traits.get("wants_positive") and kl, "kl_in_reward", negative
+    apart = f": advantage {name!r} reads each reward by itself, and a penalty is none of them; use regularize.kl_coef"
+    yield w.of_parts and kl, "kl_in_reward", apart
     returns = f": {objective} learns returns, and {name!r} gives none; use gae"
     yield "returns" in w.needs and not w.per_token, "advantage", returns
     if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0

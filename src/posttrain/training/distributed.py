@@ -32,7 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from posttrain.errors import CheckpointError, PeerFailure, PosttrainError, RunFailure, UsageError, first_line
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
 from posttrain.process_group import ProcessGroup, Within, local_rank, own_part, whole

@@ -34,8 +34,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, TrainSection
+from posttrain.recipes.sections import Component, EvalSection, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler
@@ -59,23 +58,25 @@ class HeldOut:
     num_dropped: int = 0
 
 
-def build_eval_tasks(recipe: Recipe) -> list[Task]:
+def build_eval_tasks(trained: Component, options: EvalSection) -> list[Task]:
     """Return the tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
+
+    ``trained``: the run's task.
 
     Raises:
         RecipeError: training leaves no split of its task to evaluate on.
     """
     tasks: list[Task] = []
-    for index, component in enumerate(eval_components(recipe)):
+    for index, component in enumerate(eval_components(trained, options.tasks)):
         task = build_task(component, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
-            n = recipe.eval.num_examples
-            if recipe.eval.items == "first":
+        if options.items == "first" or options.items_seed:  # else every run's sample
+            n = options.num_examples
+            if options.items == "first":
                 indices = list(range(min(n, len(task.examples))))
             else:
-                indices = distinct_indices(task.examples, n, recipe.eval.items_seed, content_of)
+                indices = distinct_indices(task.examples, n, options.items_seed, content_of)
             task = replace(task, examples=[task.examples[i] for i in indices])
         tasks.append(task)
     return tasks
@@ -123,12 +124,12 @@ def choose_held_out(
     return chosen
 
 
-def answer_limit(recipe: Recipe) -> int:
+def answer_limit(options: EvalSection, rollout: RolloutSection | None) -> int:
     """Return the number of tokens of an answer to evaluate: ``eval.max_tokens``, else as long as in training."""
-    if recipe.eval.max_tokens:
-        return recipe.eval.max_tokens
-    if recipe.rollout is not None:
-        return recipe.rollout.max_tokens
+    if options.max_tokens:
+        return options.max_tokens
+    if rollout is not None:
+        return rollout.max_tokens
     return MAX_ANSWER_TOKENS
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from torch import Tensor
 
 from posttrain.activity import phase
 from posttrain.balances.findings import Imbalance
-from posttrain.balances.record import UpdateFacts
 from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
-from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
+from posttrain.recipes.inert import ratio_bounds
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
@@ -43,7 +41,7 @@ from posttrain.store.metrics import (
     learning_warnings,
 )
 from posttrain.store.rollouts import RolloutStore
-from posttrain.training.batch_fields import has_other_prompts
+from posttrain.training.batch_fields import describe_one_prompt
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import (
     Checkpoint,
@@ -55,7 +53,7 @@ from posttrain.training.checkpoint import (
 )
 from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
-from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_narrow_clip
+from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
@@ -82,7 +80,7 @@ class LoopPlan:
 
     train: with the number of steps filled in. writes_shares: each process writes its share of the weights into a
     checkpoint. models: the model and a teacher by their key. identity: of the recipe, as checkpoints keep it.
-    describe_clip: warns of a clip range that is too narrow (``describe_narrow_clip``).
+    ratio_bounds: how far from 1 the objective's bounds of the ratio are, by key.
     """
 
     train: TrainSection
@@ -91,7 +89,7 @@ class LoopPlan:
     writes_shares: bool
     models: Mapping[str, str]
     identity: Mapping[str, object]
-    describe_clip: Callable[[Forward, Mapping[str, float], int], str]
+    ratio_bounds: Mapping[str, float]
 
 
 def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
@@ -106,7 +104,7 @@ def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
         writes_shares=recipe.scale.checkpoint == "sharded",
         models=models,
         identity={"recipe": recipe.fingerprint(), "settings": decisive(recipe.dump())},
-        describe_clip=partial(describe_narrow_clip, recipe),
+        ratio_bounds=ratio_bounds(recipe),
     )
 
 
@@ -312,26 +310,21 @@ class Loop:
 
     def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
         """Warn once where the loss of this step is not that of the formula, or the run cannot learn."""
-        warnings: dict[str, str] = {}
-        if share := metrics.get(CLAMPED, 0.0):
-            warnings[CLAMPED] = (
-                f"{share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the sampler, "
-                "the reference or the teacher. It is clamped, so that loss and gradient are not those of the formula. "
-                "Check that teacher and reference fit the model and its prompts, or lower train.lr"
+        warnings = {CLAMPED: describe_clamped(metrics, self.step)}
+        if batch is not None:
+            warnings["kl_baseline"] = describe_one_prompt(batch, self.step)
+        plan = self.plan
+        if plan.rollout is not None:
+            policy = self.parts.policy
+            warnings["clip"] = describe_narrow_clip(
+                plan.ratio_bounds, plan.rollout, plan.train, policy, metrics, self.step
             )
-        if batch is not None and "kl_baseline" in batch.fields and not has_other_prompts(batch):
-            warnings["kl_baseline"] = (
-                f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
-                "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
-            )
-        narrow = self.plan.describe_clip(self.parts.policy, metrics, self.step)
-        if narrow:
-            warnings["clip"] = narrow
         if self.process_group.is_main and self.step <= 4 * NUM_STEPS:
             warnings |= learning_warnings(self.metrics.read())
-        for name in warnings.keys() - self.warned:
-            self.warned.add(name)
-            self.observer("notice", {"message": f"{name}: {warnings[name]}"})
+        for name, message in warnings.items():
+            if message and name not in self.warned:
+                self.warned.add(name)
+                self.observer("notice", {"message": f"{name}: {message}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
@@ -546,7 +539,8 @@ def open_loop(
             steps, length = parts.source.length_of(recipe.train.num_epochs)
         assert steps is not None, "a recipe says steps or num_epochs"
         parts.facts = of_steps(parts.facts, steps)
-        kept = _records(recipe, files, trackers, parts.facts, process_group)
+        about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint(), FACTS: write_facts(parts.facts)}
+        kept = _records(files, trackers, about, process_group)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
             plan = plan_loop(recipe, steps)
             yield Loop(plan, files, parts, metrics, rollouts, observer, steps, process_group), length
@@ -578,13 +572,12 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _records(
-    recipe: Recipe, files: RunFiles, trackers: Sequence[Tracker], facts: UpdateFacts, process_group: ProcessGroup
+    files: RunFiles, trackers: Sequence[Tracker], about: Mapping[str, str], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
-    """Open the stores of metrics and rollouts; those of other processes than the main one keep nothing."""
+    """Open the stores of metrics and rollouts, which keep what they are ``about``; only the main process has any."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return
-    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint(), FACTS: write_facts(facts)}
     metrics = TrackedMetrics(files.metrics, trackers)
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         yield metrics, rollouts

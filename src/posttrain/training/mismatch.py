@@ -15,8 +15,7 @@ from posttrain.balances.findings import Imbalance
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.inert import ROOM, narrow_bounds
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import RolloutSection
+from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.types import Batch, Outputs
 
 HOPELESS_KL = 0.05  # from sampler to trainer, nats per token: no run learns from such answers; limits are far below
@@ -100,23 +99,42 @@ def _refuse(one: Imbalance, earlier: Sequence[Imbalance], which: str, metrics: M
     )
 
 
-def describe_narrow_clip(recipe: Recipe, policy: Forward, metrics: Mapping[str, float], step: int) -> str:
+def describe_clamped(metrics: Mapping[str, float], step: int) -> str:
+    """Return a warning where log-ratios of a step were clamped; empty if none was."""
+    share = metrics.get(CLAMPED, 0.0)
+    if not share:
+        return ""
+    return (
+        f"{share:.2%} of the trained tokens of step {step} have a log-ratio beyond ±20 to the sampler, the reference "
+        "or the teacher. It is clamped, so that loss and gradient are not those of the formula. Check that teacher and "
+        "reference fit the model and its prompts, or lower train.lr"
+    )
+
+
+def describe_narrow_clip(
+    bounds: Mapping[str, float],
+    rollout: RolloutSection,
+    train: TrainSection,
+    policy: Forward,
+    metrics: Mapping[str, float],
+    step: int,
+) -> str:
     """Return a warning where the clip range is narrower than ten times the mismatch of ratios; empty if there is none.
+
+    ``bounds``: the distances of the range's ends from 1, by key.
 
     Before the first update of a batch of answers sampler and trainer have the same weights, so that ratios are 1 but
     for rounding, and what is clipped is rounding.
     """
-    options = recipe.rollout
     mismatch = metrics.get("ratio_distance")
-    updates_per_batch = recipe.train.ppo_epochs * recipe.train.num_minibatches
-    is_first = (step - 1) % updates_per_batch == 0
-    if options is None or options.staleness or not is_first or mismatch is None or has_dropout(policy.model):
+    is_first = (step - 1) % train.updates_per_batch == 0
+    if rollout.staleness or not is_first or mismatch is None or has_dropout(policy.model):
         return ""
-    narrow = narrow_bounds(recipe, mismatch)
+    narrow = narrow_bounds(bounds, mismatch)
     if not narrow:
         return ""
     remedy = "Set rollout.old_logprobs: trainer"
-    if options.old_logprobs == "trainer":
+    if rollout.old_logprobs == "trainer":
         remedy = "Widen the range, or train in fp32 (model.dtype, train.precision)"
     clipped = ""
     if "clip_fraction" in metrics:

@@ -21,7 +21,7 @@ from posttrain.acting.methods import IF_ADAMW_TRAINS_SOME
 from posttrain.algorithms.objectives.surrogate import NotNegative, Positive
 from posttrain.errors import CheckpointError, RecipeError
 from posttrain.process_group import whole
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import Component, TrainSection
 from posttrain.registry import register
 
 Named = Sequence[tuple[str, Parameter]]
@@ -339,29 +339,31 @@ def lr_ratios(
 
 
 def _by_ratio(
-    named: Named, head_parameters: Named, ratios: Mapping[str, float], recipe: Recipe
+    named: Named, head_parameters: Named, ratios: Mapping[str, float], of_heads: float
 ) -> Iterator[tuple[list[tuple[str, Parameter]], float]]:
     """Yield (parameters, the ratio of their learning rate): of the model by ratio, then of its heads."""
-    of_heads = 1.0
-    if head_parameters:
-        assert recipe.head is not None, "a head has a section"
-        of_heads = recipe.head.lr_ratio
     for members, factor in ((named, 1.0), (head_parameters, of_heads)):
         for ratio in dict.fromkeys(ratios.get(name, 1.0) for name, _ in members):
             yield [(n, p) for n, p in members if ratios.get(n, 1.0) == ratio], factor * ratio
 
 
 def build_optimizer(
-    recipe: Recipe, model: torch.nn.Module, heads: dict[str, torch.nn.Module]
+    component: Component,
+    train: TrainSection,
+    model: torch.nn.Module,
+    heads: dict[str, torch.nn.Module],
+    head_lr_ratio: float = 1.0,
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
     """Return the trained parameters by name (heads and critics included) and their optimizer.
+
+    ``head_lr_ratio``: how many times ``train.lr`` the learning rate of the heads is.
 
     Raises:
         RecipeError: an unknown optimizer, or trained weights in bfloat16.
     """
     for module in (model, *heads.values()):
         mark_input_first(module)
-    ratios = lr_ratios(recipe.train.lr_ratios, [model, *heads.values()], ["", *(f"{name}." for name in heads)])
+    ratios = lr_ratios(train.lr_ratios, [model, *heads.values()], ["", *(f"{name}." for name in heads)])
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
@@ -374,13 +376,13 @@ def build_optimizer(
         for name, parameter in head.named_parameters():
             if parameter.requires_grad:
                 head_parameters.append((f"{head_name}.{name}", parameter))
-    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    build = entry.bind(recipe.optimizer.options, "optimizer")
+    entry = registry.find("optimizer", component.name, "optimizer")
+    build = entry.bind(component.options, "optimizer")
     optimizer: Optimizer | None = None
-    for members, factor in _by_ratio(named, head_parameters, ratios, recipe):
+    for members, factor in _by_ratio(named, head_parameters, ratios, head_lr_ratio):
         if not members:
             continue
-        own: Optimizer = registry.construct("optimizer", build, Optimizer, members, recipe.train.lr)
+        own: Optimizer = registry.construct("optimizer", build, Optimizer, members, train.lr)
         for group in own.param_groups:
             group["lr_ratio"] = group.get("lr_ratio", 1.0) * factor
         if optimizer is None:

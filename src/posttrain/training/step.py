@@ -15,8 +15,10 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
-from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
+from posttrain.models.forward.predictions import Entropy
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows

@@ -43,10 +43,10 @@ def distillation(
     * ``reverse_kl``: ``KL(q‖p) = Σ_v q (log q − log p)``; seeks what the teacher finds likely.
     * ``jsd``: ``β KL(p‖m) + (1 − β) KL(q‖m)`` with ``m = β p + (1 − β) q``.
 
-    Agarwal et al. (2024), "On-policy distillation of language models" (GKD), eq. 1 for the generalized
-    Jensen-Shannon divergence. On-policy distillation: rollouts of the student; supervised distillation:
-    given answers. The gradient is that of the divergence at the given prefix; none flows through the
-    choice of the tokens.
+    Agarwal et al. (2024), "On-policy distillation of language models" (GKD, arXiv 2306.13649), eq. 1 for the
+    generalized Jensen-Shannon divergence. On-policy distillation: rollouts of the student; supervised distillation:
+    given answers. The gradient is that of the divergence at the given prefix; none flows through the choice of the
+    tokens.
 
     The sum runs over the K candidates and, with ``tail``, over one more outcome, "any other token",
     whose probability is what is left: ``1 − Σ_K``. Merging outcomes never raises these divergences
@@ -76,8 +76,9 @@ def on_policy_distillation(
     teacher. At π = π_old the expected gradient over the student's own tokens is that of
     ``KL(π‖p)`` at each prefix: the reward of a token is its own, with discount 0.
 
-    Lu and Thinking Machines Lab (2025), "On-policy distillation". ``reverse_kl`` of ``distillation`` has
-    the same expected gradient with less variance, but needs the teacher's distribution.
+    Lu and Thinking Machines Lab (2025), "On-policy distillation"
+    (https://thinkingmachines.ai/blog/on-policy-distillation/). ``distillation`` with ``reverse_kl`` has the same
+    expected gradient with less variance, but needs the teacher's distribution.
 
     Departure: A and log ρ are clamped to ±20.
 
@@ -118,12 +119,12 @@ def sdpo(
     ``values = f · sg[min(π / π_old, C)] · D(π(· | x, y_<t), p_t)`` with ``p_t = sg[π_T(· | x, feedback, y_<t)]``
     on the model's own answer y; D as in ``distillation``, f = 1 for rows that have feedback, else 0.
 
-    Hübotter et al. (2026), "Reinforcement learning via self-distillation", eq. 1: the KL of the student
-    from the self-teacher (``reverse_kl``). What the paper leaves to the code is as in the code that its
-    authors published: candidates with a tail; the ratio's cap of 2. Its general configuration has
-    ``jsd`` with β = 0.5 and K = 100, the one for rich feedback ``reverse_kl`` with K = 20; its teacher
-    is an exponential moving average of the policy (rate 0.05, 0.01 with rich feedback). Feedback is
-    what the environment says, or an answer of the same group that was right.
+    Hübotter et al. (2026), "Reinforcement learning via self-distillation" (arXiv 2601.20802), eq. 1: the KL of the
+    student from the self-teacher (``reverse_kl``). What the paper leaves to the code is as in the code that its
+    authors published: candidates with a tail; the ratio's cap of 2. Its general configuration has ``jsd`` with
+    β = 0.5 and K = 100, the one for rich feedback ``reverse_kl`` with K = 20; its teacher is an exponential moving
+    average of the policy (rate 0.05, 0.01 with rich feedback). Feedback is what the environment says, or an answer of
+    the same group that was right.
 
     Departures: the candidates are those of ``teacher_ids`` (in the authors' code the student's own
     K likeliest); a row without feedback gives 0 and stays in the denominator of the aggregation (there

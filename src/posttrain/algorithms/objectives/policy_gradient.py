@@ -35,7 +35,8 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     ``values = −A · log π(a_t | s_t)``
 
     Williams (1992), "Simple statistical gradient-following algorithms for connectionist reinforcement
-    learning"; the baseline is in the advantage (``raw``, ``centered``, ``leave_one_out`` ...).
+    learning" (https://doi.org/10.1007/BF00992696). The advantage subtracts the baseline (``raw``, ``centered``,
+    ``leave_one_out`` ...).
 
     There is no importance ratio: with several optimizer steps per rollout batch
     (``train.ppo_epochs`` × ``train.num_minibatches`` > 1) the later steps are off-policy.
@@ -57,12 +58,11 @@ def grpo(
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
     with ``ρ = π(a_t | s_t) / μ(a_t | s_t)``.
 
-    Shao et al. (2024), "DeepSeekMath", eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
-    eq. 8; 0.2 and 0.28 in section 4.1). GRPO as published: ``advantage: normalized``,
-    ``aggregate: sequence_mean``. Dr. GRPO: ``advantage: centered``, ``aggregate: constant``. DAPO:
-    ``normalized``, ``token_mean``, ``clip_high: 0.28``. With ``clip_max`` (c) the dual clip of Ye et al. (2020),
-    "Mastering complex control in MOBA games with deep reinforcement learning", eq. 3: the value is at most ``−c A``
-    where A < 0.
+    Shao et al. (2024), "DeepSeekMath" (arXiv 2402.03300), eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
+    arXiv 2503.14476, eq. 8; 0.2 and 0.28 in section 4.1). GRPO as published: ``advantage: normalized``,
+    ``aggregate: sequence_mean``. Dr. GRPO: ``advantage: centered``, ``aggregate: constant``. DAPO: ``normalized``,
+    ``token_mean``, ``clip_high: 0.28``. With ``clip_max`` (c) the dual clip of Ye et al. (2020), "Mastering complex
+    control in MOBA games with deep reinforcement learning", eq. 3: the value is at most ``−c A`` where A < 0.
 
     Departure: the log-ratio is clamped to ±20 before the exponential.
 
@@ -192,7 +192,7 @@ def gspo(
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
     ``s = exp(mean_t(log π(a_t | s_t) − log μ(a_t | s_t)))``, the geometric mean of the token ratios.
 
-    Zheng et al. (2025), "Group sequence policy optimization", eq. 5 and 7; the clip range is theirs
+    Zheng et al. (2025), "Group sequence policy optimization" (arXiv 2507.18071), eq. 5 and 7; the clip range is theirs
     (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
     never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
@@ -222,7 +222,7 @@ def gspo_token(
     sequence, value and gradient (under ``sequence_mean``) equal those of ``gspo``; it allows
     advantages that differ by token.
 
-    Zheng et al. (2025), "Group sequence policy optimization", eq. 13–14.
+    Zheng et al. (2025), "Group sequence policy optimization" (arXiv 2507.18071), eq. 13–14.
 
     What goes wrong: As with GSPO: the published clip range is too narrow for short answers.
 
@@ -247,7 +247,7 @@ def cispo(
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
 
-    MiniMax-M1 (2025), eq. 4–5, section 3.1: no lower bound (``clip_low: 1``) and a tuned upper one
+    MiniMax-M1 (2025, arXiv 2506.13585), eq. 4–5, section 3.1: no lower bound (``clip_low: 1``) and a tuned upper one
     that the paper does not print. The cap of 1 + 4 is the one that TRL's recipe for ScaleRL (Khatri
     et al. 2025, "The art of scaling reinforcement learning compute for LLMs") gives. As published:
     ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
@@ -276,7 +276,7 @@ def sapo(
     ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
     the gradient is REINFORCE's; it falls off smoothly on both sides, faster for negative advantages.
 
-    Gao et al. (2025), "Soft adaptive policy optimization", eq. 5; the temperatures are theirs. As
+    Gao et al. (2025), "Soft adaptive policy optimization" (arXiv 2511.20347), eq. 5; the temperatures are theirs. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
     What goes wrong: Temperatures far below 1 make the gate flat: the ratio no longer limits the update.
@@ -299,7 +299,7 @@ def gmpo(outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative, IF_RATI
     ``c_t = min(log ρ_t, ε)`` for A > 0 and ``max(log ρ_t, −ε)`` for A < 0: the pessimistic side of
     clipping ρ_t to (e^−ε, e^ε).
 
-    Zhao et al. (2025), "Geometric-mean policy optimization"; the range (e^−0.4, e^0.4) is theirs
+    Zhao et al. (2025), "Geometric-mean policy optimization" (arXiv 2507.20673); the range (e^−0.4, e^0.4) is theirs
     (section 4). As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
     What goes wrong: The geometric mean hides single extreme tokens. Watch ``kl_sampler`` if sampler and trainer
@@ -350,8 +350,8 @@ def ppo(
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + c_V · L_V``, with
     ``L_V = ½ max((V − R)², (clip(V, V_old − ε_V, V_old + ε_V) − R)²)``.
 
-    Schulman et al. (2017), "Proximal policy optimization algorithms", eq. 7 (surrogate). The paper has
-    a plain squared error; its clip is that of the authors' code. As in RLHF: ``advantage: gae``,
+    Schulman et al. (2017), "Proximal policy optimization algorithms" (arXiv 1707.06347), eq. 7 (surrogate). The paper
+    has a plain squared error; its clip is that of the authors' code. As in RLHF: ``advantage: gae``,
     ``aggregate: token_mean``, and the KL in the reward (``kl_in_reward``), not in the loss (``regularize``).
 
     Shapes: logprobs, scores (V, the value of the state before token t), advantages, returns and

@@ -55,8 +55,8 @@ def dpo(
 
     ``values = −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)``
 
-    Rafailov et al. (2023), "Direct preference optimization", eq. 7. ε > 0: Mitchell (2023), "A note on DPO
-    with noisy preferences and relationship to IPO": the minimum moves to a finite margin, σ(βΔ) = 1 − ε.
+    Rafailov et al. (2023), "Direct preference optimization" (arXiv 2305.18290), eq. 7. ε > 0: Mitchell (2023), "A
+    note on DPO with noisy preferences and relationship to IPO": the minimum moves to a finite margin, σ(βΔ) = 1 − ε.
     Normalized: each log-ratio is divided by its own number of tokens; as in Tulu 3 (Lambert et al. 2024).
 
     What goes wrong: The log-probability of chosen answers may fall with that of rejected ones. Add a likelihood
@@ -80,9 +80,9 @@ def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rat
 
     ``values = (−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)) / (1 − 2ε)``
 
-    Chowdhury et al. (2024), "Provably robust DPO", section 3.1. Where cDPO mixes both labels in, this
-    takes the swapped one out; the value can be negative and has no lower bound (its slope tends to
-    −ε / (1 − 2ε) per unit of βΔ).
+    Chowdhury et al. (2024), "Provably robust DPO" (arXiv 2403.00409), section 3.1. Where cDPO mixes both labels in,
+    this takes the swapped one out; the value can be negative and has no lower bound (its slope tends to −ε / (1 − 2ε)
+    per unit of βΔ).
 
     What goes wrong: A flip rate near 0.5 divides by almost zero; the loss is then mostly noise.
 
@@ -102,10 +102,10 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normaliz
 
     ``values = (Δ − 1/(2β))²``; the minimum lies at Δ = 1/(2β).
 
-    Azar et al. (2023), "A general theoretical paradigm to understand learning from human preferences",
-    eq. 17, where β is called τ. The paper writes probabilities of whole answers, so sums are the default;
-    its authors later told the writers of a widely used trainer to take means per token, so that the
-    target does not depend on the length. That is ``length_normalized``.
+    Azar et al. (2023), "A general theoretical paradigm to understand learning from human preferences" (arXiv
+    2310.12036), eq. 17, where β is called τ. The paper writes probabilities of whole answers, so sums are the
+    default; its authors later told the writers of a widely used trainer to take means per token, so that the target
+    does not depend on the length. That is ``length_normalized``.
 
     What goes wrong: β has another meaning than in DPO: the margin goes to 1 / (2β). The same value is not
     comparable.
@@ -126,7 +126,7 @@ def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Posit
 
     ``values = max(0, δ − βΔ)``
 
-    Zhao et al. (2023), "SLiC-HF", calibrate with ``max(0, δ − log π(y_w) + log π(y_l))`` plus a
+    Zhao et al. (2023), "SLiC-HF" (arXiv 2305.10425), calibrate with ``max(0, δ − log π(y_w) + log π(y_l))`` plus a
     cross-entropy term that keeps the model near the supervised one. Departure: as in Liu et al. (2023),
     "Statistical rejection sampling improves preference optimization" (hinge-norm), the ratio to the
     reference does that, and there is no such term; hence the other name.
@@ -148,7 +148,8 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
 
     ``values = −log σ(β/|y_w| · log π(y_w) − β/|y_l| · log π(y_l) − γ)``
 
-    Meng et al. (2024), "SimPO", eq. 6. The reward is ``β/|y| · log π(y)``; ``margin`` does not subtract γ.
+    Meng et al. (2024), "SimPO" (arXiv 2405.14734), eq. 6. The reward is ``β/|y| · log π(y)``; ``margin`` does not
+    subtract γ.
 
     What goes wrong: There is no reference to hold the policy. Small changes of β and γ matter; watch ``kl_ref`` and
     held-out accuracy.
@@ -171,10 +172,10 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> L
     ``values = −(1/|y_w|) log π(y_w) − λ log σ(log odds(y_w) − log odds(y_l))``, with
     ``odds(y) = p / (1 − p)`` and ``log p = (1/|y|) log π(y)``.
 
-    Hong et al. (2024), "ORPO", eq. 6 and 7. Means per token, as in the paper: with sums 1 − p is 1 to
-    the last digit. The reward is ``log odds(y)``, without a β; it is finite, for log(1 − p) takes log p to
-    be at most −1e-6. Departure: the likelihood term is a mean over the answer, then over pairs, not
-    over all tokens of a batch.
+    Hong et al. (2024), "ORPO" (arXiv 2403.07691), eq. 6 and 7. Means per token, as in the paper: with sums 1 − p is 1
+    to the last digit. The reward is ``log odds(y)``, without a β; it is finite, for log(1 − p) takes log p to be at
+    most −1e-6. Departure: the likelihood term is a mean over the answer, then over pairs, not over all tokens of a
+    batch.
 
     What goes wrong: With summed log-probabilities it explodes; means are used here. Its imitation term decides most
     of what happens on good chosen answers.
@@ -204,7 +205,7 @@ def cpo(
 
     ``values = −log σ(β log π(y_w) − β log π(y_l)) − α/|y_w| · log π(y_w)``
 
-    Xu et al. (2024), "Contrastive preference optimization". The reward is ``β log π(y)``. The
+    Xu et al. (2024), "Contrastive preference optimization" (arXiv 2401.08417). The reward is ``β log π(y)``. The
     paper writes the second term without the division; as a sum it outweighs the first by two orders of
     magnitude on long answers, so the mean is the default here.
 
@@ -228,8 +229,8 @@ def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: Not
 
     ``values = −log σ(βΔ) − α/|y_w| · log π(y_w)``
 
-    Pang et al. (2024), "Iterative reasoning preference optimization", eq. 1 (sums in Δ, a mean in the
-    likelihood term).
+    Pang et al. (2024), "Iterative reasoning preference optimization" (arXiv 2404.19733), eq. 1 (sums in Δ, a mean in
+    the likelihood term).
 
     What goes wrong: A large likelihood weight turns it into SFT on the chosen answers.
 
@@ -257,8 +258,8 @@ def exo(
     policy's distribution over the pair and q = (1 − ε, ε) the smoothed label. Zero at σ(βΔ) = 1 − ε; at
     most −log ε, with a gradient that vanishes for a pair that is far wrong.
 
-    Ji et al. (2024), "Towards efficient exact optimization of language model alignment", section 3.2, eq. 16
-    (EXO-pref with two answers).
+    Ji et al. (2024), "Towards efficient exact optimization of language model alignment" (arXiv 2402.00856), section
+    3.2, eq. 16 (EXO-pref with two answers).
 
     What goes wrong: Near the reference it equals DPO. Differences appear only after many updates.
 
@@ -282,7 +283,7 @@ def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
     ``values = −log σ(r_w) − ½ log σ(−r_w) − ½ log σ(−r_l)`` with ``r = β log π(y)/π_ref(y)``; the minimum
     over r_w lies at log 2, so the chosen answer becomes more likely, by a finite ratio.
 
-    Chen et al. (2024), "Noise contrastive alignment of language models with explicit rewards",
+    Chen et al. (2024), "Noise contrastive alignment of language models with explicit rewards" (arXiv 2402.05369),
     section 4.1 (K = 2, hard labels).
 
     What goes wrong: It pulls single answers, so a badly scaled score of an answer matters, not just the order of
@@ -303,8 +304,8 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     ``values = (1 − σ(r_w)) + σ(r_l)`` with ``r = β log π(y)/π_ref(y)``; between 0 and 2, 1 at the reference.
     For chosen answers that are better than the model's own.
 
-    D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions", section 4;
-    the constant only moves the minimum to 0.
+    D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions" (arXiv 2408.06266),
+    section 4; the constant only moves the minimum to 0.
 
     What goes wrong: If chosen answers are worse than the model's own, it raises them nevertheless. Use ``apo-down``
     then.
@@ -324,8 +325,8 @@ def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     ``values = σ(r_w) + (1 − σ(r_w − r_l))`` with ``r = β log π(y)/π_ref(y)``; between 0 and 2, 1 at the
     reference. For chosen answers that are worse than the model's own.
 
-    D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions", section 4;
-    the constant only moves the minimum to 0.
+    D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions" (arXiv 2408.06266),
+    section 4; the constant only moves the minimum to 0.
 
     What goes wrong: It lowers chosen answers too. If they are good, accuracy falls behind other methods.
 

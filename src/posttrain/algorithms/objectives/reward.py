@@ -36,9 +36,10 @@ def bradley_terry(
     ``values = −log σ(r_w − r_l − m) + c (r_w + r_l)²``, r being the score at an answer's last trained token.
 
     Bradley and Terry (1952); as a loss for reward models Ouyang et al. (2022), "Training language
-    models to follow instructions with human feedback", eq. 1. m: Touvron et al. (2023), "Llama 2", eq. 2, a number
-    that grows with how much better the answer was judged. c: Eisenstein et al. (2023), "Helping or
-    herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01 is common.
+    models to follow instructions with human feedback" (arXiv 2203.02155), eq. 1. m: Touvron et al. (2023), "Llama 2"
+    (arXiv 2307.09288), eq. 2, a number that grows with how much better the answer was judged. c: Eisenstein et al.
+    (2023), "Helping or herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01
+    is common.
 
     What goes wrong: Pair accuracy on training pairs rises while held-out accuracy does not. Stop at the best
     checkpoint.
@@ -89,8 +90,8 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
 
     ``values = −z log σ(s_t) − (1 − z) log σ(−s_t)``, z being the label of the whole answer.
 
-    Cobbe et al. (2021), "Training verifiers to solve math word problems", section 4: a verifier that judges
-    after every token. Departures: binary cross-entropy on the score of a linear head, and no
+    Cobbe et al. (2021), "Training verifiers to solve math word problems" (arXiv 2110.14168), section 4: a verifier
+    that judges after every token. Departures: binary cross-entropy on the score of a linear head, and no
     language-modelling loss next to it. An answer is ranked by the score of its last token.
 
     What goes wrong: With few correct answers the score is near their base rate. Balance the rows.
@@ -135,9 +136,9 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
     Two classes: ``values = −z log σ(s) − (1 − z) log σ(−s)``, z = 1 for a good step. Three:
     ``values = −log softmax(s)[z]``, z = 0 negative, 1 neutral, 2 positive.
 
-    Lightman et al. (2023), "Let's verify step by step" (PRM800K; three classes); two classes, from
-    automatic labels: Wang et al. (2023), "Math-Shepherd". Departure: a head of its own in place of the
-    log-probabilities of label tokens.
+    Lightman et al. (2023), "Let's verify step by step" (arXiv 2305.20050, PRM800K; three classes); two classes, from
+    automatic labels: Wang et al. (2023), "Math-Shepherd" (arXiv 2312.08935). Departure: a head of its own in place of
+    the log-probabilities of label tokens.
 
     What goes wrong: Later steps after a mistake are labelled wrong; a model may learn the position of a step in
     place of its content.

@@ -12,12 +12,15 @@ def cross_entropy(outputs: Outputs, batch: Batch) -> Loss:
 
     ``values[b, t] = −log p(tokens[b, t] | tokens[b, :t])`` at trained tokens.
 
+    As the first step of post-training: Ouyang et al. (2022), "Training language models to follow instructions with
+    human feedback" (arXiv 2203.02155), section 3.5.
+
     What goes wrong: Masks that leave out the end token give a model that never stops. Loss that falls on the prompt
     too is not comparable.
 
     Shapes: logprobs ``[B, T]`` → values ``[B, T]``. With ``aggregate: token_mean`` the loss is the
-    mean over all trained tokens of the optimizer batch (not of the micro-batch); which tokens are
-    trained is the mask's business (``data.train_on``).
+    mean over all trained tokens of the optimizer batch, not of the micro-batch. ``data.train_on`` chooses the
+    trained tokens.
     """
     values = -outputs.logprobs
     return Loss(values, {"nll": values.detach()})

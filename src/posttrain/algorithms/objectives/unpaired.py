@@ -40,10 +40,10 @@ def kto(
     ``values = λ_D (1 − σ(β(r − z₀)))`` for a desirable answer and ``λ_U (1 − σ(β(z₀ − r)))`` for an
     undesirable one, with ``r = log π(y)/π_ref(y)`` (a sum over its tokens) and z₀ an estimate of KL(π‖π_ref).
 
-    Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization", section 4.1. z₀ has
-    no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers of
-    the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D
-    times the number of desirable ones near λ_U times that of the others.
+    Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization" (arXiv 2402.01306), section
+    4.1. z₀ has no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers
+    of the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D times the
+    number of desirable ones near λ_U times that of the others.
 
     What goes wrong: A rating that is read as a label makes it train on bad answers. State the threshold of
     desirable answers.

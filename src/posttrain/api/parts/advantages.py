@@ -2,7 +2,8 @@
 
 Per completion: ``rewards`` is ``[N, G]`` (N prompts, G samples each); or ``[B]`` with ``group``, the number of each
 row's prompt, in any order and of any sizes. The result has the shape of the rewards. ``gae`` and ``return_to_go`` take
-``(rewards, mask, values, final_values)`` per token, ``turn_normalized`` ``(rewards, taken)`` per turn.
+``(rewards, mask, values, final_values)`` per token, ``turn_normalized`` ``(rewards, taken)`` per turn, and ``gdpo``
+``(rewards, group, weights)`` per reward: ``[B, K]``, NaN where a reward says nothing of an answer.
 
 Everything is computed in float64, and returned in the type of the rewards (float32 for whole numbers).
 
@@ -57,7 +58,7 @@ def _advantage(name: str) -> Callable[..., Any]:
         raise AttributeError(str(error)) from None
     level = entry.traits.get("level")
     signature = _signature(entry)
-    compute = {"token": _per_token, "turn": _per_turn}.get(str(level), _per_completion)
+    compute = {"token": _per_token, "turn": _per_turn, "parts": _per_part}.get(str(level), _per_completion)
 
     def advantage(*given: object, **named: object) -> Any:
         where = f"advantages.{name}"
@@ -84,6 +85,9 @@ def _signature(entry: Entry) -> inspect.Signature:
         parameters.append(inspect.Parameter("mask", either, annotation=Tensor))
         for name in ("values", "final_values"):
             parameters.append(inspect.Parameter(name, either, default=None, annotation=Tensor | None))
+    elif level == "parts":
+        parameters.append(inspect.Parameter("group", either, annotation=Tensor))
+        parameters.append(inspect.Parameter("weights", either, default=None, annotation=Tensor | None))
     elif level == "turn":
         parameters.append(inspect.Parameter("taken", either, annotation=Tensor))
     else:
@@ -115,6 +119,22 @@ def _per_completion(where: str, entry: Entry, arguments: dict[str, Any], options
     if len(numbers) != given.shape[0]:
         raise UsageError(f"{where}: group: {len(numbers)} numbers for {given.shape[0]} rewards. Give one for each")
     return _returned(_by_group(where, entry, rewards, numbers, least, options), given)
+
+
+def _per_part(where: str, entry: Entry, arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    given = checked(where, "rewards", arguments["rewards"], (2,), "[B, K]")
+    size, number = given.shape
+    group = checked_numbers(where, "group", arguments["group"], (size,), given.device, "[B]")
+    if arguments["weights"] is None:
+        arguments["weights"] = torch.ones(number, device=given.device)
+    weights = checked_numbers(where, "weights", arguments["weights"], (number,), given.device, "[K]")
+    least = int(entry.traits.get("min_group", 1))
+    numbers, counts = group.unique(return_counts=True)
+    if size and int(counts.min()) < least:
+        few = numbers[counts.argmin()].item()
+        raise UsageError(f"{where}: group: group {few} has {int(counts.min())} answer. Give at least {least} of each")
+    inputs = [with_float64(one.detach()).double() for one in (given, weights)]
+    return _returned(entry.function(*inputs, with_float64(group), **options), given)
 
 
 def _by_group(

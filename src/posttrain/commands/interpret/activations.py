@@ -144,7 +144,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
         raise UsageError(f"--{named[0]}: options of a task or template have no place here")
     task = None
     if has_task:
-        task = choose_task(components.get("task"), source.name, source.recipe)
+        task = choose_task(components.get("task"), source.name, source.task)
     run = None
     if arguments.rollouts is not None:
         run = find_run(arguments.runs_dir, arguments.rollouts)

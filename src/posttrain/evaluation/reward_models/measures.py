@@ -378,7 +378,7 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
     chosen = []
     for source in sources:
         for name in named:
-            chosen.append((source, choose_task(name, source.name, source.recipe)))
+            chosen.append((source, choose_task(name, source.name, source.task)))
     components = {component.model_dump_json(): component for _, component in chosen}
     tasks = {key: build_task(component, "--task") for key, component in components.items()}
     trials = [(source, component, tasks[component.model_dump_json()]) for source, component in chosen]

@@ -114,7 +114,7 @@ def prepare_comparison(
         except UsageError as error:
             raise UsageError(f"{side}: {error}") from None
         source.refuse_scorer()
-    task = choose_task(recipe.task, post.name, post.recipe)
+    task = choose_task(recipe.task, post.name, post.task)
     site = recipe.changes.site or f"resid.{max(1, layers // 2)}"
     for source in sources.values():
         check_layers(source.path, [site])

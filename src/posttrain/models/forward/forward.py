@@ -1,20 +1,14 @@
-"""Per-token log-probabilities and scores of a batch: packed, prompts shared, head in chunks.
-
-Log-probabilities and entropies are fp32 whatever the weights are, at the forward pass's temperature, and only at
-trained positions; ``[tokens, V]`` never exists whole when it would be large.
-"""
+"""Per-token log-probabilities and scores of a batch: packed, prompts shared, at trained positions only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError, first_line
 from posttrain.models.config import Model, shortest_window
@@ -22,42 +16,15 @@ from posttrain.models.forward.attention import ATTENTION_NAME, active, install_p
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
-from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
+from posttrain.models.forward.predictions import Distribution, Entropy, States
+from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
 
-# Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
-MAX_LOGIT_ELEMENTS = 1 << 24
-MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
-# On a CPU as many probabilities (512 MiB in fp32) are kept for the backward pass, which saves one of four products with
-# a head that is trained: an update of 0.1 billion parameters at V = 151,936 takes 4.63 s in place of 5.74.
-KEPT_ELEMENTS = 1 << 27
-# On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
-KEPT_SHARE_OF_GPU = 1 / 16
-LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
 T = TypeVar("T")
-Entropy = Literal["none", "detached", "differentiable"]
 Precision = Literal["fp32", "bf16"]  # of the products inside the model
-
-
-def max_logit_elements(gpu_memory: int | None) -> int:
-    """Return the number of logits that exist at a time on a CPU (None) or on a GPU of so many bytes.
-
-    They and what is made of them (16 bytes each) take at most a sixteenth of a GPU.
-    """
-    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
-
-
-def kept_elements(gpu_memory: int | None) -> int:
-    """Return the number of probabilities of a trained head that are kept for the backward pass."""
-    return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
-
-
-def gpu_memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU; None of a CPU."""
-    return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def causal_lm(model: Model) -> Any:
@@ -71,31 +38,6 @@ def decoder_of(base: Model) -> Any:
     if decoder is not base and any(module is embedding for module in decoder.modules()):
         return decoder
     return next(child for child in base.children() if any(module is embedding for module in child.modules()))
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """States of the M trained tokens, in row-major order, of which the first ``num_targets`` are real.
-
-    predicting: ``[M, d]`` hidden states or ``[M, V]`` logits of the log-probabilities (None where they are not wanted);
-    project: from a part of it to logits; reading ``[M, d]``: the hidden states that a scalar head reads; targets
-    ``int64 [M]``; where ``bool [B, T]``. is_head_fixed: ``project`` is an LM head that is not trained.
-    """
-
-    predicting: Tensor | None
-    project: Callable[[Tensor], Tensor]
-    reading: Tensor | None
-    targets: Tensor
-    num_targets: int
-    where: Tensor
-    is_head_fixed: bool = False
-
-    def spread(self, values: Tensor) -> Tensor:
-        """``[M, ...]`` back to ``[B, T, ...]`` at the trained positions, 0 elsewhere."""
-        inner = values.shape[1:]
-        out = torch.zeros((*self.where.shape, *inner), dtype=values.dtype, device=self.where.device)
-        mask = self.where.view(*self.where.shape, *(1 for _ in inner))
-        return out.masked_scatter(mask, values[: self.num_targets])
 
 
 class Forward:
@@ -169,6 +111,10 @@ class Forward:
         self.restricts_targets = targets and self.num_ids is not None
 
     @property
+    def _distribution(self) -> Distribution:
+        return Distribution(self.temperature, self.num_ids, self.restricts_targets)
+
+    @property
     def device(self) -> torch.device:
         """Device of the LM head, and of the outputs."""
         return causal_lm(self.model).get_output_embeddings().weight.device
@@ -213,7 +159,7 @@ class Forward:
         if states.predicting is None:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
         candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
-        logprobs, entropies, of_candidates = self._predictions(states, entropy, candidates)
+        logprobs, entropies, of_candidates = self._distribution.predict(states, entropy, candidates)
         return (
             states.spread(logprobs),
             None if entropies is None else states.spread(entropies),
@@ -234,15 +180,7 @@ class Forward:
 
         def compute() -> tuple[Tensor, Tensor]:
             states = self._states(batch, self.plan(batch), predicts=True)
-
-            def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                logits = states.project(part)[:, : self.num_ids]
-                ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-                values = score_logits(logits, ids[:, 0], self.temperature, "none", ids)[2]  # as another model's are
-                assert values is not None
-                return ids, values
-
-            ids, logprobs = self._in_chunks(best, states, ())
+            ids, logprobs = self._distribution.likeliest(states, k)
             return states.spread(ids), states.spread(logprobs)
 
         return self._gathered(compute)
@@ -310,6 +248,7 @@ class Forward:
             targets=packing.targets,
             num_targets=packing.num_targets,
             where=packing.where,
+            num_logits=self.num_rows,
             is_head_fixed=not any(p.requires_grad for p in lm_head.parameters()),
         )
 
@@ -346,80 +285,12 @@ class Forward:
             at = self.reads != "before"
             reading = hidden[batch.mask] if at else hidden[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
         targets = batch.tokens[batch.mask]
-        return States(predicting, lambda logits: logits, reading, targets, len(targets), batch.mask)
+        return States(predicting, lambda logits: logits, reading, targets, len(targets), batch.mask, self.num_rows)
 
     def _scores(self, states: States) -> Tensor:
         assert self.head is not None, "scores need a head"
         assert states.reading is not None
         return states.spread(self.head(states.reading))
-
-    def _predictions(
-        self, states: States, entropy: Entropy, candidates: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``."""
-        extra: tuple[Tensor, ...] = ()
-        if candidates is not None:  # M is rounded up
-            missing = len(states.targets) - len(candidates)
-            extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
-
-        def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
-            return tuple(x for x in per_token if x is not None)
-
-        # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
-        slopes = states.is_head_fixed and candidates is None
-        kept = 0 if entropy == "differentiable" else kept_elements(gpu_memory_of(self.device))
-        per_token = list(self._in_chunks(run, states, (states.targets, *extra), slopes, kept))
-        of_candidates = None if candidates is None else per_token.pop()
-        return per_token[0], None if entropy == "none" else per_token[1], of_candidates
-
-    def _score(
-        self, logits: Tensor, targets: Tensor, entropy: Entropy, candidates: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``score_logits``, over the ids of ``restrict``."""
-        n = self.num_ids
-        if n is None:
-            return score_logits(logits, targets, self.temperature, entropy, candidates)
-        inside, own = logits[:, :n], targets.clamp(max=n - 1)
-        if self.restricts_targets:
-            logprobs, entropies, of_candidates = score_logits(inside, own, self.temperature, entropy, candidates)
-            return logprobs.masked_fill(targets >= n, LOG_ZERO), entropies, of_candidates
-        logprobs, entropies, _ = score_logits(logits, targets, self.temperature, entropy)
-        if candidates is None:
-            return logprobs, entropies, None
-        return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
-
-    def _in_chunks(
-        self,
-        run: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]],
-        states: States,
-        ids: tuple[Tensor, ...],
-        with_slopes: bool = False,
-        kept: int = 0,
-    ) -> tuple[Tensor, ...]:
-        """``run`` over parts of the trained tokens, so that the logits of a part are small.
-
-        Of several parts, gradients are formed at once (``with_slopes``), or those after the first ``kept`` elements are
-        recomputed in backward.
-        """
-        rows = states.predicting
-        assert rows is not None
-        at_once = max_logit_elements(gpu_memory_of(self.device))
-        vocabulary = causal_lm(self.model).get_output_embeddings().weight.shape[0]
-        chunk = max(1, at_once // vocabulary)
-        if len(rows) <= chunk:
-            return run(rows, ids)
-        with_slopes = with_slopes and rows.requires_grad and torch.is_grad_enabled()
-        pieces: list[tuple[Tensor, ...]] = []
-        for start in range(0, len(rows), chunk):
-            part, own = rows[start : start + chunk], tuple(x[start : start + chunk] for x in ids)
-            if with_slopes:
-                pieces.append(WithSlopes.apply(part, run, own))
-            elif (start + len(part)) * vocabulary <= kept:
-                pieces.append(run(part, own))
-            else:
-                pieces.append(checkpoint(run, part, own, use_reentrant=False))
-        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     @property
     def _takes_sdpa(self) -> bool:
@@ -509,80 +380,9 @@ class Forward:
 
         def compute() -> Tensor:
             states = self._states(batch, self.plan(batch), predicts=True)
-            return states.spread(self._predictions(states, "none")[0])
+            return states.spread(self._distribution.predict(states, "none")[0])
 
         return self._gathered(compute)
-
-
-class ActorCritic:
-    """A policy and a separate critic as one forward pass: the policy's outputs with the critic's scores.
-
-    Both read the same batch under one plan; where either cannot pack it, both take the padded path.
-    """
-
-    def __init__(self, policy: Forward, critic: Forward) -> None:
-        assert critic.scores_only, "a critic gives values, not log-probabilities"
-        assert critic.reads == "before", "a critic values the state before a token"
-        assert policy.head is None, "a policy with a critic has no scores of its own"
-        self.policy, self.critic = policy, critic
-        self.model, self.temperature = policy.model, policy.temperature
-
-    @property
-    def path(self) -> Literal["packed", "padded"]:
-        """``packed`` where both models are."""
-        return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether both are; it is both or neither."""
-        return self.policy.is_sharded
-
-    @property
-    def last_slots(self) -> int:
-        """Positions that the last pass computed over, in both models."""
-        return self.policy.last_slots + self.critic.last_slots
-
-    @property
-    def last_tokens(self) -> int:
-        """Those of ``last_slots`` that hold a token."""
-        return self.policy.last_tokens + self.critic.last_tokens
-
-    def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
-        """See ``Forward.__call__``."""
-        packing = self.policy.plan(batch) if self.critic.packs(batch) else None
-        outputs = self.policy.run(batch, packing, entropy, with_candidates)
-        return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
-
-    @contextmanager
-    def backward_context(self) -> Iterator[None]:
-        """See ``Forward.backward_context``; the plan is the same for both models."""
-        with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
-            yield
-
-
-@torch.no_grad()
-def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Values of states without gradient: ``[B, T]`` before each trained token, ``[B]`` after the last one of each row.
-
-    For a head with one output that reads ``before``. Each row gets one more token, to which nothing attends; the state
-    before it is that after the row's last one.
-    """
-    reader = forward.critic if isinstance(forward, ActorCritic) else forward
-    assert reader.reads == "before", "a head that reads at a token gives no value of the state before it"
-    columns = torch.arange(batch.tokens.shape[1] + 1, device=batch.lengths.device)
-    added = columns[None, :] == batch.lengths[:, None]
-    longer = replace(
-        batch,
-        tokens=F.pad(batch.tokens, (0, 1)),
-        mask=F.pad(batch.mask, (0, 1)) | added,
-        lengths=batch.lengths + 1,
-        fields={},
-        weights=None,
-    )
-    scores = reader.read_scores(longer)
-    assert scores.ndim == 2, "a value is one number per token"
-    final = scores.gather(1, batch.lengths.to(scores.device)[:, None])[:, 0]
-    return scores[:, :-1].masked_fill(~batch.mask.to(scores.device), 0.0), final
 
 
 def _probe_batch(vocabulary: int) -> Batch:

@@ -13,19 +13,19 @@ from posttrain.models.load import read_config
 from posttrain.models.published.configs import published_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
 from posttrain.recipes.document import interpretation_names, recipe_names
-from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.untrusted import kind_of_file
 
 
-def model_to_plan(recipe: Recipe, architectures: Collection[str]) -> tuple[Recipe, PretrainedConfig]:
-    """Return a resolved recipe with the model that it will train (a loaded adapter as a new one), and its shapes.
+def model_to_plan(named: ModelSection, architectures: Collection[str]) -> tuple[ModelSection, PretrainedConfig]:
+    """Return the model that a run will train where ``named`` is in its recipe (a loaded adapter as a new one), and its
+    shapes.
 
     Raises:
         UsageError: the configuration is not at hand, or of an architecture that was not worked out.
     """
-    recipe = recipe.model_copy(update={"model": _made_from(recipe.model)})
-    model = recipe.model
+    model = _made_from(named)
     config = None
     if model.init is None and kind_of_file(model.name) == "nothing":
         config = published_config(model.name)  # and not from the model itself, which would be fetched
@@ -50,8 +50,8 @@ def model_to_plan(recipe: Recipe, architectures: Collection[str]) -> tuple[Recip
             section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
         except (KeyError, TypeError, ValueError):
             raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"adapter": section})})
-    return recipe, config
+        model = model.model_copy(update={"adapter": section})
+    return model, config
 
 
 def _made_from(model: ModelSection) -> ModelSection:

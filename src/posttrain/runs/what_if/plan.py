@@ -16,6 +16,7 @@ from typing import Any
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.recipes.document import is_place
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
+from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import traits_of
 from posttrain.runs.directory import MAX_NAME_CHARS, RunDirectory
 from posttrain.runs.resume import changed_lines, hard_changes
@@ -150,14 +151,14 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
     changes = parse_changes(words)
     checkpoint, state = find_checkpoint(run, at)
     _check_state(directory, recipe, at, checkpoint, state)
-    length = _length_of(recipe, state)
+    length = _length_of(recipe.train, state)
     end = _last_step(at, steps, length)
     plan = WhatIfPlan(
         run=str(run.resolve()),
         at=at,
         end=end,
         checkpoint=checkpoint,
-        updates=_updates_of(recipe),
+        updates=recipe.train.updates_per_batch,
         num_threads=state.get("num_threads"),
         num_seeds=num_seeds,
         primary=directory.primary_metric().name,
@@ -168,7 +169,8 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
         changed = recipe
         if change.overrides:
             changed = _change_recipe(directory, recipe, change, plan)
-        _check_batch(recipe, change, plan)
+        _check_batch(change, plan, recipe.rollout, recipe.data)
+        _check_reward(change, recipe.advantage)
         for seed in range(num_seeds):
             name = _name_of(change.label, seed, recipes)
             plan.futures.append(Future(name, change.label, seed, list(change.dropped), change.reward))
@@ -176,7 +178,7 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
     if len(plan.futures) > MAX_FUTURES:
         raise UsageError(f"these are {len(plan.futures):,} futures, and at most {MAX_FUTURES:,} are played. Give fewer")
     if num_seeds > 1:
-        _check_seeds(recipe, changes, plan)
+        _check_seeds(plan, changes, recipe.model)
     return Planned(plan, recipe, recipes)
 
 
@@ -244,9 +246,9 @@ def _check_state(directory: RunDirectory, recipe: Recipe, at: int, checkpoint: i
         )
 
 
-def _length_of(recipe: Recipe, state: Mapping[str, Any]) -> int:
+def _length_of(train: TrainSection, state: Mapping[str, Any]) -> int:
     """Return the number of steps of the run."""
-    length = recipe.train.steps
+    length = train.steps
     if length is None:
         length = state.get("steps")
     if not isinstance(length, int):
@@ -268,12 +270,6 @@ def _last_step(at: int, steps: int | None, length: int) -> int:
             f"--steps {steps}: the run ends at step {length}, {left} after step {at}. Give {left} or fewer"
         )
     return at + min(steps or NUM_STEPS, left)
-
-
-def _updates_of(recipe: Recipe) -> int:
-    if recipe.rollout is None:
-        return 1
-    return recipe.train.ppo_epochs * recipe.train.num_minibatches
 
 
 def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan: WhatIfPlan) -> Recipe:
@@ -328,7 +324,7 @@ def _check_parts(recipe: Recipe, changed: Recipe, label: str, plan: WhatIfPlan) 
     length = changed.train.steps
     if length is not None and length < plan.end:
         raise RecipeError(f"{label}: the futures end at step {plan.end}. Give {plan.end} or more")
-    updates = _updates_of(changed)
+    updates = changed.train.updates_per_batch
     if updates != plan.updates and (plan.at % updates or plan.at % plan.updates):
         raise RecipeError(
             f"{label}: a rollout batch then serves {updates} steps instead of {plan.updates}, and one is in use after "
@@ -340,8 +336,8 @@ def _next_multiple(at: int, divisor: int) -> int:
     return -(-at // divisor) * divisor
 
 
-def _check_batch(recipe: Recipe, change: Change, plan: WhatIfPlan) -> None:
-    """Refuse a change of a batch that the step after ``at`` does not draw, as far as the recipe says.
+def _check_batch(change: Change, plan: WhatIfPlan, rollout: RolloutSection | None, data: DataSection | None) -> None:
+    """Refuse a change of a batch that the step after ``at`` does not draw, as far as the recipe's sections say.
 
     Raises:
         UsageError: with the first number that is too large.
@@ -355,15 +351,15 @@ def _check_batch(recipe: Recipe, change: Change, plan: WhatIfPlan) -> None:
             f"{change.label}: step {first} goes on with the rollout batch of step {begun + 1}. Give --at {begun}, or "
             f"--at {begun + plan.updates}"
         )
-    if recipe.rollout is None:
+    if rollout is None:
         if change.reward is not None:
             raise UsageError(f"{change.label}: {plan.run} trains on data, which have no rewards. Drop a prompt instead")
-        assert recipe.data is not None
-        num_prompts = recipe.data.batch_size
+        assert data is not None
+        num_prompts = data.batch_size
     else:
-        num_prompts = recipe.rollout.num_prompts
-        if recipe.rollout.drop_uniform_groups:
-            num_prompts *= recipe.rollout.max_rounds
+        num_prompts = rollout.num_prompts
+        if rollout.drop_uniform_groups:
+            num_prompts *= rollout.max_rounds
     prompts = list(change.dropped)
     if change.reward is not None:
         prompts.append(change.reward[0])
@@ -373,12 +369,24 @@ def _check_batch(recipe: Recipe, change: Change, plan: WhatIfPlan) -> None:
         )
     if len(change.dropped) == num_prompts:
         raise UsageError(f"{change.label}: step {first} has no other prompt, so nothing would be trained. Keep one")
-    if change.reward is not None and recipe.rollout is not None and change.reward[1] >= recipe.rollout.group_size:
-        size = recipe.rollout.group_size
+    if change.reward is not None and rollout is not None and change.reward[1] >= rollout.group_size:
+        size = rollout.group_size
         raise UsageError(f"{change.label}: each prompt of the run has {size} answers. Give one from 0 to {size - 1}")
 
 
-def _check_seeds(recipe: Recipe, changes: Sequence[Change], plan: WhatIfPlan) -> None:
+def _check_reward(change: Change, advantage: Component | None) -> None:
+    """Refuse another reward where the advantage reads no sum of rewards."""
+    if change.reward is None or advantage is None:
+        return
+    traits = traits_of("advantage", advantage.name)
+    if traits is not None and traits.get("level") == "parts":
+        raise UsageError(
+            f"{change.label}: advantage {advantage.name!r} reads each reward by itself, and no sum. Drop a prompt "
+            "instead"
+        )
+
+
+def _check_seeds(plan: WhatIfPlan, changes: Sequence[Change], model: ModelSection) -> None:
     """Refuse further seeds where they would change nothing, or too much.
 
     Raises:
@@ -389,7 +397,7 @@ def _check_seeds(recipe: Recipe, changes: Sequence[Change], plan: WhatIfPlan) ->
             f"--seeds {plan.num_seeds}: the first rollout batch is the same for every seed, and it serves all of the "
             f"{plan.steps} steps. Give more --steps, or one seed"
         )
-    if recipe.model.init is not None:
+    if model.init is not None:
         raise UsageError(
             f"--seeds {plan.num_seeds}: model.init draws the first weights by the seed, so they would be others. "
             "Give one seed"

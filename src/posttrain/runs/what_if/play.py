@@ -16,6 +16,7 @@ from typing import Any
 
 from posttrain.errors import CheckpointError, PosttrainError
 from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.sections import TeacherSection
 from posttrain.runs.directory import RunDirectory, RunStatus, State, new_status
 from posttrain.runs.what_if.plan import START, Future, WhatIfPlan, future_folder, read_plan
 from posttrain.store.checkpoint_files import Unverified, discard_checkpoint, step_folder, verify
@@ -107,7 +108,7 @@ def play_future(folder: Path, plan: WhatIfPlan, future: Future, should_stop: Sho
         status = replace(status, steps=length)
         directory.write_environment(RECIPE_NAME, recipe.fingerprint())
         copy_caches(folder / START, run)
-        checkpoint = _taught_anew(load_from(folder / START, plan.at), recipe, folder / START)
+        checkpoint = _taught_anew(load_from(folder / START, plan.at), recipe.teacher, folder / START)
         with with_threads(plan.num_threads) if plan.num_threads else nullcontext():
             step = _play_seeds(run, recipe, checkpoint, plan, future, should_stop)
         status = replace(status, state=_state_at_end(step, plan, length), step=step)
@@ -127,13 +128,13 @@ def _state_at_end(step: int, plan: WhatIfPlan, length: int) -> State:
     return "finished"
 
 
-def _taught_anew(checkpoint: Checkpoint, recipe: Recipe, start: Path) -> Checkpoint:
-    """Return the checkpoint without the teacher that it names where the recipe has another one."""
+def _taught_anew(checkpoint: Checkpoint, teacher: TeacherSection | None, start: Path) -> Checkpoint:
+    """Return the checkpoint without the teacher that it names where another one teaches."""
     before = RunDirectory(start).read_recipe().get("teacher")
     name = None
     if isinstance(before, Mapping):
         name = before.get("name")
-    if recipe.teacher is None or recipe.teacher.name == name:
+    if teacher is None or teacher.name == name:
         return checkpoint
     return replace(checkpoint, state={**checkpoint.state, "teacher": None})
 
@@ -149,9 +150,7 @@ def _play_seeds(
             rewards = {(future.reward[0], future.reward[1]): future.reward[2]}
         intervention = Intervention(plan.at + 1, tuple(future.dropped), rewards)
     if future.seed:
-        updates = 1
-        if recipe.rollout is not None:
-            updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        updates = recipe.train.updates_per_batch
         first = min(plan.end, plan.at + updates - plan.at % updates)
         train = recipe.train.model_copy(update={"seed": recipe.train.seed - future.seed})
         step = play(run, recipe.model_copy(update={"train": train}), checkpoint, first, intervention, should_stop)

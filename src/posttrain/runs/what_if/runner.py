@@ -15,7 +15,6 @@ from pathlib import Path
 from posttrain.activity import phase
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.recipes.recipe import Recipe
 from posttrain.registry import SESSION
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, new_status
@@ -71,15 +70,15 @@ def choose_jobs(planned: Planned, jobs: int | None) -> int:
         return 1
     if jobs is None:
         jobs = 1
-        if _is_on_cpu(recipe):
+        if _is_on_cpu(recipe.model.device):
             threads = planned.plan.num_threads or threads_per_child(1)
             jobs = max(1, count_cpus() // threads)
     return min(jobs, len(planned.plan.futures))
 
 
-def _is_on_cpu(recipe: Recipe) -> bool:
-    if recipe.model.device != "auto":
-        return recipe.model.device == "cpu"
+def _is_on_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
     import torch
 
     return not torch.cuda.is_available()

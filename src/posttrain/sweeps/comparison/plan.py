@@ -23,6 +23,7 @@ from posttrain.recipes.document import Document, decisive
 from posttrain.recipes.inert import find_inert_options
 from posttrain.recipes.overriding import apply_override, flatten
 from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.recipes.sections import TrainSection
 from posttrain.runs.paths import TRIALS
 from posttrain.strict_yaml import write_yaml
 from posttrain.sweeps.comparison.records import TrialRecord
@@ -146,18 +147,18 @@ class ComparisonPlan:
         evaluation = {"tasks": tasks, "every": section.every, "num_examples": section.problems}
         data["eval"] = {**data["eval"], **evaluation}
         if self.design.pairs is not None:
-            data |= self._learning_from_pairs(recipe)
+            data |= self._learning_from_pairs(recipe.train)
             del data["rollout"]
             data.pop("rewards", None)
         if self.design.over is not None:
             apply_override(data, self.design.over.key, json.dumps(self.design.over.values[variant]))
         return data
 
-    def _learning_from_pairs(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the sections of a recipe that has no answers of its own."""
+    def _learning_from_pairs(self, section: TrainSection) -> dict[str, Any]:
+        """Return the sections of a recipe that samples no answers; ``section``: its ``train`` before."""
         assert self.design.pairs is not None, "the caller has looked"
         task = {"name": "preferences", "path": str(self.pairs_folder / ITEMS), "split": "all"}
-        train = recipe.train.model_dump(exclude_none=True)
+        train = section.model_dump(exclude_none=True)
         train |= {"ppo_epochs": 1, "num_minibatches": 1}
         return {"task": task, "data": {"batch_size": self.design.pairs.batch_size}, "train": train}
 

@@ -14,8 +14,7 @@ from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel
-from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import MIXTURE, Component, RolloutSection
+from posttrain.recipes.sections import MIXTURE, Component, RolloutSection, TrainSection
 from posttrain.sampling.rollout import Grader
 from posttrain.training.batch_fields import comes_from_rollouts
 from posttrain.training.checks import Components
@@ -42,12 +41,12 @@ def describe_run(
     sampling: SamplingFacts | None = None
     updates = 1
     if recipe.rollout is not None:
-        updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        updates = recipe.train.updates_per_batch
         sampling = replace(
             _describe_sampling(components, recipe.rollout),
             rewards={name: weight for name, weight, _ in grader.rewards},
             stop_ids=tuple(sorted(stop_ids(loaded.tokenizer, grader.template))),
-            context=recipe.within(context_length(loaded.model.config)),
+            context=recipe.rollout.within(context_length(loaded.model.config)),
             num_examples=num_examples,
         )
     regularizers: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def describe_run(
         **regularizers,
         level=components.level,
         sampling=sampling,
-        optimizer=_describe_optimizer(recipe),
+        optimizer=_describe_optimizer(recipe.optimizer, recipe.train),
         sampler_limit=kl_limit(num_layers, *trainer, *sampler),
         trainer_limit=kl_limit(num_layers, *trainer),
         updates=updates,
@@ -126,17 +125,16 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
     )
 
 
-def _describe_optimizer(recipe: Recipe) -> OptimizerFacts:
-    train = recipe.train
+def _describe_optimizer(component: Component, train: TrainSection) -> OptimizerFacts:
     return OptimizerFacts(
-        recipe.optimizer.name,
+        component.name,
         train.lr,
         train.steps,
         train.warmup_steps,
         train.schedule,
         train.min_lr_ratio,
         train.max_grad_norm,
-        recipe.optimizer.options,
+        component.options,
     )
 
 

@@ -15,7 +15,8 @@ from posttrain.balances.findings import Imbalance
 from posttrain.balances.of_answers import surprise_of
 from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
 from posttrain.errors import Unbalanced
-from posttrain.models.forward.forward import ActorCritic, Forward
+from posttrain.models.forward.actor_critic import ActorCritic
+from posttrain.models.forward.forward import Forward
 from posttrain.process_group import ProcessGroup
 from posttrain.store.rollouts import RolloutStore
 from posttrain.store.updates import RecordedUpdate

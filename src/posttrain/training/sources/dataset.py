@@ -24,7 +24,7 @@ from posttrain.data.render.rows import Shape, TokenRow, rows_of
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evaluation.generation import held_out_indices
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import DataSection
+from posttrain.recipes.sections import DataSection, TrainSection
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
@@ -151,7 +151,7 @@ class SupervisedSource(Source):
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
-        self._fixed = self._fill_fixed(recipe, cache, draws)
+        self._fixed = self._fill_fixed(recipe.train, recipe.eval.num_examples, cache, draws)
 
     @staticmethod
     def _limit_name(data: DataSection, limit: int) -> str:
@@ -262,22 +262,24 @@ class SupervisedSource(Source):
         prefix = 0 if self.train_all else row.prompt_length
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
-    def _fill_fixed(self, recipe: Recipe, cache: Path | None, draws: bool) -> dict[str, list[Tensor]]:
+    def _fill_fixed(
+        self, train: TrainSection, num_evaluated: int, cache: Path | None, draws: bool
+    ) -> dict[str, list[Tensor]]:
         """Return the fixed batch fields by name, with the numbers of each row that is drawn, or else evaluated."""
         if self.batch_fields is None or not self.batch_fields.fixed:
             return {}
         if draws:
-            seen = self._seen_units(recipe)
+            seen = self._seen_units(train)
         else:
-            seen = held_out_indices(len(self.units), recipe.eval.num_examples)
+            seen = held_out_indices(len(self.units), num_evaluated)
         names = self.batch_fields.fixed
         return {name: self._fill_once(name, seen, cache and cache / f"{name}.safetensors") for name in names}
 
-    def _seen_units(self, recipe: Recipe) -> list[int]:
+    def _seen_units(self, train: TrainSection) -> list[int]:
         """Return the units that the steps of a run draw, in ascending order."""
-        steps = recipe.train.steps
-        if recipe.train.num_epochs is not None:
-            steps, _ = self.length_of(recipe.train.num_epochs)
+        steps = train.steps
+        if train.num_epochs is not None:
+            steps, _ = self.length_of(train.num_epochs)
         assert steps is not None, "a recipe says steps or num_epochs"
         seen: set[int] = set()
         for batch in range(steps):

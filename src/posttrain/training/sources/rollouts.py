@@ -6,7 +6,6 @@ of rejection sampling from the model's own answers, too.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, logged_metrics
-from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
+from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
@@ -85,18 +84,19 @@ class RolloutSource(Source):
         self.max_prompt_tokens = recipe.prompt.max_prompt_tokens
         self.seed = recipe.train.seed
         self.minibatches = recipe.train.num_minibatches
-        self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        self.updates = recipe.train.updates_per_batch
         self.task = task
         self.grader = grader
         self.tokenizer = tokenizer
         self.engine = engine
         self.stage = stage
-        self.context_tokens = context_tokens = recipe.within(context_tokens)
+        self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
         self.keeps_unscored = keeps_unscored
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
         self.advantage_estimator = advantage_estimator
+        self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
         self.batch_fields = fields
         self.feedback = feedback
         self.process_group = fields.process_group  # of the processes that sample together
@@ -235,10 +235,10 @@ class RolloutSource(Source):
             kept = self.intervention.keep(step, sampled, kept)
         chosen = self._played(kept)
         scored = time.perf_counter()
-        rewards = [_rewards_of(group) for group in chosen]
+        rewards = [rewards_of(group) for group in chosen]
         units = self._choose(rewards)
         if not self.advantage_estimator.needs_batch:
-            _record_advantages(chosen, self.advantage_estimator.from_groups(rewards))
+            _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
         trained = self._unmasked(chosen, units)
         # advantages per token are over all completions, the masked ones included
         rows = units if self.advantage_estimator.needs_batch else trained
@@ -367,10 +367,12 @@ class RolloutSource(Source):
             return True
         played = [r for r in group if self._takes_part(r)]
         part = self.options.uniform_by
-        seen = {r.reward for r in played if r.is_scored}
+        seen: set[object] = {r.reward for r in played if r.is_scored}
         if part != "reward":
             seen = {r.parts[part] for r in played if part in r.parts}
-        units = self._choose([_rewards_of(played)])
+        elif self.advantage_estimator.of_parts:  # other parts may have the same sum
+            seen = {tuple(r.parts.get(name) for name, _ in self.weighted_rewards) for r in played if r.is_scored}
+        units = self._choose([rewards_of(played)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
     def _takes_part(self, rollout: Rollout) -> bool:
@@ -479,17 +481,6 @@ class RolloutSource(Source):
         updates = range(step, step + self.updates)
         modes = {choose_idle_rows(options, update, last_step) for update in updates}
         return self.advantage_estimator.needs_batch or modes != {"skip"}
-
-
-def _rewards_of(group: Sequence[Rollout]) -> Tensor:
-    """``float64 [G]``: NaN for an answer that no reward scored."""
-    rewards = []
-    for rollout in group:
-        if rollout.is_scored:
-            rewards.append(rollout.reward)
-        else:
-            rewards.append(math.nan)
-    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def _places(sampled: Groups, chosen: Groups, units: Units) -> Tensor:

@@ -1,0 +1,1 @@
+"""The parts of a run, each built from the sections of the recipe that it reads."""
