@@ -30,6 +30,7 @@ from posttrain.data.render import encode_prompt
 from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.models.answer_end import write_ends
+from posttrain.models.written.older_readers import write_older_keys
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
@@ -292,6 +293,7 @@ class Trainer:
             write_model(folder, self.model, self.parts.score_head(), None)
             self.tokenizer.save_pretrained(folder)
             write_ends(folder, self.tokenizer, self.parts.answer_ends())
+            write_older_keys(folder)
         return folder
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
 from posttrain.models.answer_end import write_ends
-from posttrain.models.config import context_length
+from posttrain.models.config import Model, context_length
 from posttrain.models.export_comparison import check_same, read_probe
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import (
@@ -34,6 +35,7 @@ from posttrain.models.load import (
 )
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
+from posttrain.models.written.untrained import find_untrained
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, Component, ModelSection
 from posttrain.sampling.base import Sampling
@@ -158,6 +160,7 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         if scorer is not None:
             template = scorer.template
         task = take_rendered(task, template, before.tokenizer, "--task")
+    _warn_of_other_parts(before.model, path)
     after = _write(request, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,
@@ -178,6 +181,17 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
             report["results"] = _compare_answers(request, before, after, grader, task)
     write_json(out / REPORT, report)
     return report, out
+
+
+def _warn_of_other_parts(model: Model, path: str) -> None:
+    """Warn if the folder ``path`` holds more than its language model, which is quantized."""
+    parts = find_untrained(model, path)
+    if parts is not None and parts.tensors:
+        warnings.warn(
+            f"model.name: {path}: {len(parts.tensors)} tensors of a {parts.architecture} are not in the quantized "
+            "folder, which holds its language model only",
+            stacklevel=2,
+        )
 
 
 def _compare_answers(

@@ -55,9 +55,9 @@ from posttrain.untrusted import kind_of_file, trusts_remote_code
 BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _OF_AN_ADAPTER = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 MOST_PER_BYTE = 8  # weights of one bit
 _FREE_WEIGHTS = 2**24
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
@@ -259,7 +259,7 @@ def _check_files_of_tokenizer(source: str) -> None:
     from posttrain.models.patterns import check_tokenizer, check_tokenizer_config
 
     for name, check in (("tokenizer.json", check_tokenizer), ("tokenizer_config.json", check_tokenizer_config)):
-        place = cached_file(source, name, **_OPTIONAL)
+        place = cached_file(source, name, **OPTIONAL)
         if place is not None:
             check(Path(place).parent)
 
@@ -274,7 +274,7 @@ def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
-    places = (cached_file(source, name, **_OPTIONAL) for name in ("generation_config.json", "config.json"))
+    places = (cached_file(source, name, **OPTIONAL) for name in ("generation_config.json", "config.json"))
     place = next(filter(None, places), None)
     declared = None if place is None else read_object(Path(place)).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
@@ -333,19 +333,19 @@ def _check_files_of_hub(source: str) -> bool:
     """Check the descriptions of a model of the hub where they are kept, as a folder's; returns if it is an adapter."""
     if kind_of_file(source) != "nothing":
         return False
-    places = {name: cached_file(source, name, **_OPTIONAL) for name in ("config.json", _INDEX, ADAPTER_CONFIG)}
+    places = {name: cached_file(source, name, **OPTIONAL) for name in ("config.json", INDEX, ADAPTER_CONFIG)}
     for place in filter(None, places.values()):
         check_folder(Path(place).parent)
     return places[ADAPTER_CONFIG] is not None
 
 
-def _weight_files(source: str) -> list[Path]:
+def weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a model; those of the hub are fetched. None if some are not there."""
     if kind_of_file(source) != "nothing":
         return [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
-    index = cached_file(source, _INDEX, **_OPTIONAL)
+    index = cached_file(source, INDEX, **OPTIONAL)
     names = {"model.safetensors"} if index is None else set(read_object(Path(index))["weight_map"].values())
-    places = [cached_file(source, name, **_OPTIONAL) for name in sorted(names)]
+    places = [cached_file(source, name, **OPTIONAL) for name in sorted(names)]
     return [] if None in places else [Path(place) for place in places]
 
 
@@ -398,7 +398,7 @@ def _check_size_of_files(source: str, config: Config) -> None:
     Raises:
         UsageError: with both numbers.
     """
-    places = _weight_files(source)
+    places = weight_files(source)
     if not places:
         return
     num_bytes = sum(place.stat().st_size for place in places)
@@ -451,18 +451,11 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
             f"model.name: {source} does not hold all weights of a causal language model; missing: "
             f"{first_names(missing)}. They would be random; give a complete model"
         )
-    unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # see ``describe_left_out``
+    unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # see ``describe_other_parts``
     if unused:
         warnings.warn(
             f"{source}: {len(unused)} tensors have no place in the model: {', '.join(unused[:3])}", stacklevel=2
         )
-
-
-def describe_left_out(loaded: LoadedModel) -> list[str]:
-    """Return a line on the head that a language model is loaded without, where the folder is of a reward model."""
-    kinds = [one for one in loaded.model.config.architectures or () if one.endswith("SequenceClassification")]
-    left_out = f"its head ({SCORE}) is left out, and the language model below it is used"
-    return [f"model.name: {loaded.source} is a reward model ({kind}); {left_out}" for kind in kinds]
 
 
 def _switch_off_dropout(model: Model) -> None:

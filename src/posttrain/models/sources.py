@@ -228,6 +228,12 @@ def first_names(names: Iterable[str]) -> str:
     return shown
 
 
+def _configuration_class(message: str) -> str:
+    """Return the name of the class in transformers' message on a configuration that it does not take."""
+    named = re.search(r"<class '[\w.]*?(\w+)'>", message)
+    return "unknown" if named is None else named[1]
+
+
 def explain_loading(name: str, source: str, error: BaseException) -> str:
     """Return the message for an error of transformers or peft with the model ``name``, which is ``source``."""
     first = first_line(error)
@@ -235,6 +241,11 @@ def explain_loading(name: str, source: str, error: BaseException) -> str:
         return (
             f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
             f"{TRUST_REMOTE_CODE}, after you have read it"
+        )
+    if "Unrecognized configuration class" in first:  # of a vision or audio model, an encoder
+        return (
+            f"model.name: {source} is of a kind ({_configuration_class(first)}) for which transformers has no causal "
+            "language model, so it cannot be trained on text. Give the language model that it was built on"
         )
     if kind_of_file(source) != "nothing":
         return f"model.name: {source} cannot be loaded as a causal language model: {first}"

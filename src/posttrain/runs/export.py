@@ -91,7 +91,7 @@ def export_run(
             content.mkdir()
             warnings = []
             if step is not None:
-                warnings = _copy_weights(run, step, content, merge)
+                warnings = [*_copy_weights(run, step, content, merge), *_serve_older_readers(content)]
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
@@ -152,6 +152,11 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         f"- weights: {shown_weights}",
         f"- last held-out evaluation: {plain(summary.result) or 'none'}",
     ]
+    version = _written_by(weights)
+    if version is not None:
+        lines.append(
+            f"- written by transformers {plain(version)}; the keys of 4.57 are there, too, if it has the architecture"
+        )
     ends = [code(name) for name in names_of_ends(weights)]
     if ends:
         lines.append(f"- an answer ends at {' or '.join(ends)} (`generation_config.json`)")
@@ -162,6 +167,17 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
             scorer = f" {_SCORER[0].upper()}{_SCORER[1:]}."
         lines += [f"The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.{scorer}", ""]
     return harmless("\n".join(lines))
+
+
+def _written_by(weights: Path) -> str | None:
+    """Return the version of transformers in a model's configuration."""
+    path = weights / "config.json"
+    if not path.is_file():
+        return None
+    version = read_object(path).get("transformers_version")
+    if version is None:
+        return None
+    return str(version)
 
 
 def _front_matter(model: str, weights: Path) -> list[str]:
@@ -222,6 +238,17 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     return [what]
 
 
+def _serve_older_readers(content: Path) -> list[str]:
+    """Add the keys that transformers 4 reads; returns a notice if it has none for this model."""
+    from posttrain.models.written.older_readers import write_older_keys
+
+    if not (content / "config.json").is_file() and not (content / "tokenizer_config.json").is_file():
+        return []
+    if write_older_keys(content):
+        return []
+    return ["config.json: transformers 4 has no keys for this model's rotary embedding; read it with transformers 5"]
+
+
 def _copy_files(source: Path, content: Path, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
         (content / name).parent.mkdir(parents=True, exist_ok=True)
@@ -255,12 +282,15 @@ def _is_scorer(folder: Path) -> bool:
 
 def _merge_into_base(dtype: str, source: Path, content: Path) -> None:
     from posttrain.models.load import load_model, quiet_transformers
+    from posttrain.models.written.untrained import complete_folder, note_untrained
     from posttrain.recipes.sections import AdapterSection
 
     section = _model_section(source, dtype).model_copy(update={"adapter": AdapterSection()})
     loaded = load_model(section, seed=0)  # an adapter that is to get another one is merged
     with quiet_transformers():
+        note_untrained(loaded.model, str(source))
         loaded.model.save_pretrained(content)
+        complete_folder(content, loaded.model)
     loaded.tokenizer.save_pretrained(content)
     write_ends(content, loaded.tokenizer)
     del loaded  # one model at a time

@@ -23,7 +23,7 @@ from posttrain.data.rendered import take_rendered
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
-from posttrain.models.load import describe_left_out
+from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
 from posttrain.recipes.recipe import Recipe
@@ -277,13 +277,10 @@ def _build_warnings(
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
     inert = describe_inert_options(find_inert_options(recipe, components.needs))
     warnings = [*of_tasks, *unread_parts(components, tasks[0]), *inert, *expected_narrow_bounds(recipe)]
-    if not recipe.trains_scorer:
-        warnings += describe_left_out(models.loaded)
+    warnings += describe_other_parts(models.loaded, is_scorer=recipe.trains_scorer)
     warnings += further_ends(models.tokenizer, template)
     warnings += unused_chat_template(recipe.model.name, models.tokenizer, template)
-    warnings += slow_paths(models.policy, recipe.model.attention)
-    warnings += without_formula(components)
-    return warnings
+    return [*warnings, *slow_paths(models.policy, recipe.model.attention), *without_formula(components)]
 
 
 def _build_optimizer(

@@ -29,9 +29,11 @@ from transformers.utils import logging as transformers_logging
 from posttrain import registry
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models.answer_end import write_ends
-from posttrain.models.load import ONE_FILE, note_base_bits
+from posttrain.models.load import ONE_FILE, note_base_bits, quiet_transformers
 from posttrain.models.sources import SCORE, resolve_model_name
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
+from posttrain.models.written.older_readers import write_older_keys
+from posttrain.models.written.untrained import complete_folder
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.sections import Component, TeacherSection
 from posttrain.store.checkpoint_files import (
@@ -132,10 +134,11 @@ def save_checkpoint(
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
-    """Write the tokenizer, and the ids that end an answer where other programs read them."""
+    """Write the tokenizer, the ids that end an answer where other programs read them, and keys of older readers."""
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
         write_ends(path, tokenizer, ends)
+    write_older_keys(path)
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
@@ -177,7 +180,8 @@ def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> 
     """Copy a checkpoint's weights into a live model of the same shape, bit for bit, in place.
 
     Tied weights are stored once and fill all their names. A peft model gets its adapters; its base is left alone. The
-    checkpoint is taken as verified. ``fill`` copies one tensor into a live one, which may be sharded.
+    tensors of a checkpoint that are not trained are skipped. The checkpoint is taken as verified. ``fill`` copies one
+    tensor into a live one, which may be sharded.
 
     Raises:
         CheckpointError: the checkpoint holds other weights than the model has (names, shapes, types).
@@ -198,11 +202,14 @@ def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> 
     stored.pop(SCORE, None)  # a reward model's head, which is among the heads
     config = folder / "config.json"
     stored_config = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    same_kind = str(stored_config.get("model_type")) == model.config.model_type
-    if same_kind and not stored.keys() <= live.keys():
-        # architectures that fuse weights in memory (experts) have names of their own on disk
-        with _without_progress_bars():
-            stored = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True).state_dict()
+    parts = [one for one in (stored_config, *stored_config.values()) if isinstance(one, dict)]
+    own = next((part for part in parts if part.get("model_type") == model.config.model_type), None)
+    if own is not None and not stored.keys() <= live.keys():
+        # architectures that fuse weights in memory (experts), and parts of larger ones, have other names on disk
+        options = {"config": type(model.config)(**own), "dtype": model.dtype, "local_files_only": True}
+        with quiet_transformers():
+            read, found = type(model).from_pretrained(folder, output_loading_info=True, **options)
+        stored = {name: tensor for name, tensor in read.state_dict().items() if name not in found["missing_keys"]}
     copy_tensors(stored, live, folder, fill)
 
 
@@ -280,6 +287,7 @@ def write_model(path: Path, model: Model, score: tuple[Tensor, int] | None, own:
                 save_adapter_scorer(path, model, score[0])
         elif score is None or not save_scorer(path, model, *score, own):
             model.save_pretrained(path, state_dict=own, **({} if own is None else ONE_FILE))
+            complete_folder(path, model)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.trained_heads import forward_with_head
+from posttrain.models.written.untrained import note_untrained
 from posttrain.process_group import ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import ModelSection, TeacherSection
@@ -181,6 +182,8 @@ def _load_trained(section: ModelSection, task: Task, seed: int, device: str | No
         model = apply_adapter(model, section.adapter, derive_key(seed, "adapter") % (1 << 31))
     elif has_adapter(model):
         refuse_whole_weights(model, loaded.source)
+    elif section.init is None:
+        note_untrained(model, loaded.source)
     model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
     return replace(loaded, model=model)
 
