@@ -157,6 +157,11 @@ class Layout:
         Raises:
             DataError: a key is missing, of the wrong type or empty.
         """
+        example = self._read(row)
+        columns = _columns_read(row, self.keys)
+        return replace(example, is_conversation=_is_conversation(row, self.keys), columns=columns)
+
+    def _read(self, row: Row) -> Example:
         if self.choices is None:
             return read_example(row, self.keys, self.prompt_format)
         shows_options = self.names_any_of(self.choices.keys)
@@ -342,8 +347,6 @@ def read_example(
         variables=read_variables(row),
         meta=meta,
         grader=grader,
-        is_conversation=_is_conversation(row, keys),
-        columns=_columns_read(row, keys),
     )
 
 

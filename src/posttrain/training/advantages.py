@@ -24,13 +24,14 @@ def build_advantage_estimator(components: Components) -> AdvantageEstimator:
     """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
     recipe = components.recipe
     if recipe.advantage is None or components.advantage is None:
-        return AdvantageEstimator(None)
+        return AdvantageEstimator(None, keeps_unscored=False)
     options = recipe.advantage.options
     return AdvantageEstimator(
         components.advantage.bind(options, "advantage"),
         per_token=components.per_token,
         per_turn=components.per_turn,
         of_parts=components.of_parts,
+        keeps_unscored=components.keeps_unscored,
         bootstrap=bool(options.get("bootstrap", False)),
         kl=recipe.kl_in_reward,
         drops_rounding=recipe.train.skip_zero_rows,
@@ -68,13 +69,15 @@ class AdvantageEstimator:
     token; per_turn: rewards per turn; of_parts: each reward of a completion. bootstrap: an answer that was cut off has
     the value of its last state in place of its score (it keeps the rewards of its turns); both would count the future
     twice. kl: the penalty in the reward; ``kl_weight`` is its current weight, which adapts where there is a target.
-    drops_rounding: in a group of equal rewards, an advantage that is rounding of their mean becomes 0.
+    keeps_unscored: see ``Components.keeps_unscored``. drops_rounding: in a group of equal rewards, an advantage that is
+    rounding of their mean becomes 0.
     """
 
     advantage: Callable[..., Any] | None
     per_token: bool = False
     per_turn: bool = False
     of_parts: bool = False
+    keeps_unscored: bool = True
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0

@@ -384,7 +384,6 @@ def build_rollout_source(
         fields=fields,
         feedback=feedback,
         stage=prompting.stage,
-        keeps_unscored=components.keeps_unscored,
     )
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,16 +19,16 @@ from posttrain.algorithms.selection import Place, Units, choose_units
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import stop_ids
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
-from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, logged_metrics
+from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.prompts import Prompts
+from posttrain.training.sources.rollout_metrics import describe_choice, describe_rollouts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
 
@@ -58,7 +57,7 @@ class RolloutSource(Source):
     ``train.num_minibatches`` updates.
 
     Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
-    selection, whose units have ``rows_per_unit`` rows. ``keeps_unscored``: see ``Components.keeps_unscored``.
+    selection, whose units have ``rows_per_unit`` rows.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class RolloutSource(Source):
         fields: BatchFields,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
-        keeps_unscored: bool = True,
     ) -> None:
         assert recipe.rollout is not None
         self.options = recipe.rollout
@@ -93,7 +91,6 @@ class RolloutSource(Source):
         self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
         self.select = select
         self.rows_per_unit = rows_per_unit
-        self.keeps_unscored = keeps_unscored
         self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
         self.advantage_estimator = advantage_estimator
         self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
@@ -260,7 +257,7 @@ class RolloutSource(Source):
                 batch = self._rows_of(batch, rows, set(trained))
         if batch is None:
             self._warnings.setdefault(_why_empty(chosen, units), False)
-        metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
+        metrics |= describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
@@ -377,7 +374,7 @@ class RolloutSource(Source):
 
     def _takes_part(self, rollout: Rollout) -> bool:
         """Return whether a completion may be trained on: its environment did not fail, and it is scored if it must."""
-        return not rollout.has_failed and (rollout.is_scored or self.keeps_unscored)
+        return not rollout.has_failed and (rollout.is_scored or self.advantage_estimator.keeps_unscored)
 
     def _played(self, groups: Groups) -> Groups:
         """The groups without the completions that take no part; of several at least two must be left.
@@ -532,80 +529,3 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence
     for group, row in zip(groups, advantages, strict=True):
         for rollout, value in zip(group, row.tolist(), strict=True):
             rollout.advantage = value
-
-
-def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
-    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
-
-    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` are over the answers with a gold answer.
-    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
-    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
-    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
-    ``environment_failures`` ended, or that were ``played_again``.
-    """
-    everything = [r for group in groups for r in group]
-    played = [[r for r in group if not r.has_failed] for group in groups]
-    groups = [group for group in played if group]
-    rollouts = [r for group in groups for r in group]
-    graded = [r for r in rollouts if r.outcome != "ungraded"]
-    correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
-    wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    scored = [r for r in rollouts if r.is_scored]
-    info: dict[str, float] = {}
-    if scored:
-        info["reward"] = fmean(r.reward for r in scored)
-    if len(scored) < len(rollouts):
-        info["no_reward"] = 1 - len(scored) / len(rollouts)
-    if graded:
-        info["accuracy"] = len(correct) / len(graded)
-    if format_part:
-        info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
-    info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
-    info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
-    info["uniform_groups"] = fmean(float(len({r.reward for r in g if r.is_scored}) <= 1) for g in groups)
-    names = dict.fromkeys(name for r in rollouts for name in r.parts)
-    for name in names:
-        values = [r.parts[name] for r in rollouts if name in r.parts]
-        if all(name in r.parts or name in r.skipped for r in rollouts):
-            info[f"reward/{name}"] = fmean(values)
-    info |= logged_metrics(rollouts)
-    failures = sum(r.outcome in FAILURES for r in rollouts)
-    if failures:
-        info["grading_failures"] = failures / len(rollouts)
-    if correct:
-        info["completion_length_correct"] = fmean(correct)
-    if wrong:
-        info["completion_length_wrong"] = fmean(wrong)
-    return info | _describe_turns(rollouts, everything)
-
-
-def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of turns and calls, where there are any."""
-    info: dict[str, float] = {}
-    if any(r.turns for r in played):
-        calls = [call for r in played for turn in r.turns for call in turn.calls]
-        info["num_turns"] = fmean(len(r.turns) for r in played)
-        info["num_calls"] = len(calls) / len(played)
-        info["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
-        for finish in ("out_of_turns", "tool_failed"):
-            info[finish] = fmean(float(r.completion.finish == finish) for r in played)
-    if any(r.failures for r in everything):
-        info["environment_failures"] = fmean(float(r.has_failed) for r in everything)
-        info["played_again"] = fmean(float(bool(r.failures)) for r in everything)
-    return info
-
-
-def _describe_choice(
-    groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
-) -> dict[str, float]:
-    """Return metrics of the selection."""
-    info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
-    advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
-    if len(advantages):
-        info["advantage_mean"] = float(advantages.mean())
-        info["advantage_std"] = float(advantages.std(correction=0))
-        info["advantage_min"] = float(advantages.min())
-        info["advantage_max"] = float(advantages.max())
-    if is_filtered:
-        info["accepted_groups"] = accepted
-    return info
