@@ -72,6 +72,9 @@ KNOWN = {
     "callbacks": "on_step=",
     "GRPOTrainer": "rl/grpo",
     "remove_unused_columns": "meta",
+    "keep_sampling_mask": "rollout.top_p",
+    "sampling.top_p": "rollout.top_p",
+    "rollout.sampling_params.min_p": "rollout.min_p",
     "sync_ref_model": "not offered",
     "galore_update_interval": "not offered",
 }

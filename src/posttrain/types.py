@@ -12,8 +12,9 @@ True where a token is trained. The name of a batch field says who computed it: `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -111,12 +112,41 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The tokens that truncation (top-k, top-p, min-p) kept at each id of a completion, as compressed sparse rows.
+
+    Id t was drawn from ``ids[offsets[t]:offsets[t + 1]]``, in ascending order; ``offsets`` has one number more than the
+    completion has ids. An empty set is the whole vocabulary: the id was not drawn, as an environment's. ``num_cut``:
+    sets that would be larger without the engine's bound.
+    """
+
+    ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_cut: int = 0
+
+    def at(self, t: int) -> tuple[int, ...]:
+        """Return the set of id ``t``."""
+        return self.ids[self.offsets[t] : self.offsets[t + 1]]
+
+    @property
+    def counts(self) -> list[int]:
+        """The size of each set."""
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    @classmethod
+    def of_counts(cls, ids: Sequence[int], counts: Iterable[int], num_cut: int = 0) -> KeptSets:
+        """Return the sets of these sizes that follow one another in ``ids``."""
+        return cls(tuple(ids), tuple(accumulate(counts, initial=0)), num_cut)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The sampled answer to one prompt.
 
     ``ids`` include the end token when ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) are taken at the sampling
-    temperature, before truncation by top-k or top-p. ``version``: number of updates of the weights that drew them.
-    ``own``: of several turns, which ids the model wrote; the environment's have log-probability 0. None: all.
+    temperature: of the whole distribution, before truncation by top-k or top-p, or with ``kept`` of what truncation
+    left. ``version``: number of updates of the weights that drew them. ``own``: of several turns, which ids the model
+    wrote; the environment's have log-probability 0. None: all. ``kept``: None if they were not asked for.
     """
 
     ids: tuple[int, ...]
@@ -124,6 +154,7 @@ class Completion:
     finish: Finish
     version: int = 0
     own: tuple[bool, ...] | None = None
+    kept: KeptSets | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -216,7 +247,7 @@ class Sample:
 
     ``prefix`` leading tokens are the same for all rows with the same ``group`` (the prompt), so
     that the forward pass may compute them once. ``fields`` hold one float per token or one
-    float for the row.
+    float for the row. ``kept``: the sets of the last ids, which are those of a completion.
     """
 
     ids: Sequence[int]
@@ -224,6 +255,39 @@ class Sample:
     group: int = 0
     prefix: int = 0
     fields: dict[str, Sequence[float] | float] = field(default_factory=dict)
+    kept: KeptSets | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The sets of tokens from which the tokens of a batch were drawn, on the CPU.
+
+    Token t of row b: ``ids[starts[b, t] : starts[b, t] + counts[b, t]]``. ids ``int32 [N]``; starts, counts
+    ``int64 [B, T]``; a count of 0 is the whole vocabulary.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def select(self, index: Tensor, width: int) -> KeptRows:
+        """Return those of some rows, up to a width."""
+        return KeptRows(self.ids, self.starts[index, :width], self.counts[index, :width])
+
+    def moved(self, mask: Tensor, to: Tensor) -> KeptRows:
+        """Return the sets of the tokens of ``mask`` at those of the mask ``to [B, T']``, which are the same tokens."""
+        starts, counts = (x.new_zeros(to.shape).masked_scatter(to, x[mask]) for x in (self.starts, self.counts))
+        return KeptRows(self.ids, starts, counts)
+
+    def dense(self, mask: Tensor) -> Tensor:
+        """``int32 [M, K]``: the sets of the M tokens of ``mask [B, T]`` in row-major order, filled up with -1."""
+        import torch
+
+        starts, counts = self.starts[mask], self.counts[mask]
+        places = torch.arange(int(counts.max()) if counts.numel() else 0)
+        inside = places[None, :] < counts[:, None]
+        at = (starts[:, None] + places).masked_fill(~inside, 0)
+        return self.ids[at].masked_fill(~inside, -1)
 
 
 @dataclass(slots=True)
@@ -234,7 +298,8 @@ class Batch:
     ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the aggregation over the whole optimizer batch):
     ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
     chosen then rejected; the rows of a unit stay together and in order. ``answers`` ``int64 [B]``: the place of each
-    row's answer among all that were sampled for the batch, or of the row in its data; None where nobody asks.
+    row's answer among all that were sampled for the batch, or of the row in its data; None where nobody asks. ``kept``:
+    log-probabilities are over these sets; None: over the whole vocabulary.
     """
 
     tokens: Tensor
@@ -246,6 +311,7 @@ class Batch:
     weights: Tensor | None = None
     rows_per_unit: int = 1
     answers: Tensor | None = None
+    kept: KeptRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -286,9 +352,13 @@ class Batch:
         answers = self.answers
         if answers is not None:
             answers = answers[index.to(answers.device)]
+        kept = self.kept
+        if kept is not None:
+            kept = kept.select(index.cpu(), width)
         return replace(
             self,
             answers=answers,
+            kept=kept,
             tokens=pick(self.tokens),
             lengths=lengths,
             mask=pick(self.mask),
@@ -385,4 +455,23 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
         prefix=torch.tensor([s.prefix for s in samples]),
         fields={name: padded([s.fields[name] for s in samples], torch.float32) for name in samples[0].fields},
         rows_per_unit=rows_per_unit,
+        kept=_collate_kept(samples, padded),
     )
+
+
+def _collate_kept(samples: Sequence[Sample], padded: Callable[..., Tensor]) -> KeptRows | None:
+    """Return the sets of the rows; None if they have none."""
+    import torch
+
+    if samples[0].kept is None:
+        return None
+    ids: list[int] = []
+    starts: list[list[int]] = []
+    counts: list[list[int]] = []
+    for sample in samples:
+        assert sample.kept is not None, "all rows of a batch are sampled alike"
+        before = [0] * (len(sample.ids) + 1 - len(sample.kept.offsets))
+        starts.append(before + [len(ids) + offset for offset in sample.kept.offsets[:-1]])
+        counts.append(before + sample.kept.counts)
+        ids += sample.kept.ids
+    return KeptRows(torch.tensor(ids, dtype=torch.int32), padded(starts, torch.long), padded(counts, torch.long))

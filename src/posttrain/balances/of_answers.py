@@ -32,6 +32,8 @@ def read_answers(record: StepRecord) -> Iterator[Reading]:
         yield _ends(record.answers, sampling)
     yield _versions(record, sampling)
     yield _duplicates(record, sampling)
+    if sampling.replays:
+        yield _kept_sets(record.answers, sampling)
     if sampling.penalty is not None and record.before.kl_weight is not None and "kl_weight" in record.measured:
         weight = record.before.kl_weight
         yield compared("kl_weight", record.measured["kl_weight"], weight, abs(weight), REWARD_LIMIT)
@@ -146,6 +148,29 @@ def _ends(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
         wrong += is_wrong
     what = f"answers that end with their end token, or at {sampling.max_tokens} tokens"
     return tally("finish", wrong, what, f"{wrong} of {len(answers)} that do not")
+
+
+def _kept_sets(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
+    """Each token that the model wrote is in the set it was drawn from; a set names a token once, and has its limit."""
+    wrong = 0
+    for answer in answers:
+        if answer.has_failed:
+            continue
+        if answer.kept is None or len(answer.kept.offsets) != len(answer.ids) + 1:
+            wrong += 1
+            continue
+        own = answer.own
+        for t, token in enumerate(answer.ids):
+            members = answer.kept.at(t)
+            if own is not None and not own[t]:
+                wrong += len(members) > 0
+                continue
+            is_wrong = token not in members or len(set(members)) != len(members)
+            if sampling.most_kept is not None:
+                is_wrong = is_wrong or len(members) > sampling.most_kept
+            wrong += is_wrong
+    what = f"each token in its kept set, of at most {sampling.most_kept}"
+    return tally("kept_sets", wrong, what, f"{wrong} that are not")
 
 
 def _versions(record: StepRecord, sampling: SamplingFacts) -> Reading:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from posttrain.types import TRUNCATED
+from posttrain.types import TRUNCATED, KeptSets
 
 Fields = Mapping[str, Tensor]
 
@@ -56,9 +56,10 @@ class SamplingFacts:
     rewards: weight of each part; None where it is not known. max_tokens, context: limits of an answer, and of prompt
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
     every answer is trained on. redraws: further prompts replace groups of equal rewards. is_cut: of a part of the
-    distribution. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the temperature of
-    sampling. draws: False of an engine that answers from a script. keeps_unscored: an answer without a reward is a row
-    with the advantage 0; else it takes no part.
+    distribution, where log-probabilities are of the whole; replays: where they are over the sets of the answers, of at
+    most most_kept tokens. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the
+    temperature of sampling. draws: False of an engine that answers from a script. keeps_unscored: an answer without a
+    reward is a row with the advantage 0; else it takes no part.
     """
 
     num_prompts: int
@@ -72,6 +73,8 @@ class SamplingFacts:
     masks_truncated: bool = False
     redraws: bool = False
     is_cut: bool = False
+    replays: bool = False
+    most_kept: int | None = None
     has_turns: bool = False
     turn_weight: float = 0.0
     staleness: int = 0
@@ -116,6 +119,7 @@ class SampledAnswer:
 
     ``logprobs``: of the sampler, one for each id; None where they were not recorded. ``turns``: the rewards of turns.
     ``skipped``: rewards that returned None. ``is_scored``: False if all did.
+    ``kept``: the sets that the log-probabilities are over; None: the whole vocabulary.
     """
 
     prompt_index: int
@@ -135,6 +139,7 @@ class SampledAnswer:
     takes_part: bool = True
     skipped: Sequence[str] = ()
     is_scored: bool = True
+    kept: KeptSets | None = None
 
     @property
     def places(self) -> Sequence[int]:

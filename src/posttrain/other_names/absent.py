@@ -17,7 +17,7 @@ OPTIONS = {
         "logits_processor bad_words allowed_token_ids encoder_repetition_penalty bad_words_ids "
         "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias"
     ),
-    "rollout.top_p and rollout.top_k are": "min_p typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
+    "rollout.top_p, top_k and min_p are": "typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
     "rollout.max_tokens is the only limit of a length; a reward can punish short answers": (
         "min_tokens min_new_tokens min_length ignore_eos thinking_token_budget max_thinking_tokens "
         "reasoning_effort min_response_length"

@@ -97,6 +97,7 @@ KEYS = {
     "rollout.temperature": "sampling_temperature sampling.temperature generation_temperature rollout_temperature",
     "rollout.top_p": "top_p vllm_top_p generation_top_p rollout_top_p",
     "rollout.top_k": "top_k generation_top_k rollout_top_k",
+    "rollout.min_p": "min_p generation_min_p rollout_min_p",
     "rollout.engine": "generation_backend rollout_engine inference_engine rollout_backend",
     "rollout.engine.url": "vllm_server_base_url base_url server_url",
     "rollout.engine.gpu_memory_utilization": (

@@ -16,6 +16,10 @@ NOT_NEEDED = {
     "the end of an answer is the tokenizer's, or that of its chat template": (
         "eos_token stop_token eos_token_id eot_tokens stop_token_id"
     ),
+    "with rollout.top_p, top_k or min_p the sets that sampling kept are replayed in training": (
+        "keep_sampling_mask sampling_replay sampling_mask return_sampling_mask enable_return_sampling_mask "
+        "use_sampling_mask replay_sampling_mask mask_replay keep_sampling_masks"
+    ),
     "special tokens are the tokenizer's own": (
         "special_tokens bos_token bos_token_id add_bos unk_token skip_special_tokens add_special_tokens "
         "add_eos_token add_bos_token eos bos spaces_between_special_tokens forced_bos_token_id "

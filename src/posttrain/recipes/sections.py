@@ -295,8 +295,11 @@ class RolloutSection(Section):
         max_total_tokens: limit of a prompt and its answer together; a prompt that leaves no room is dropped and
             counted.
         temperature: of sampling, and of the log-probabilities of objectives that follow the sampler.
-        top_k: sample from the k likeliest tokens only.
+        top_k: sample from the k likeliest tokens only. With ``top_k``, ``top_p`` or ``min_p`` an objective that follows
+            the sampler computes log-probabilities over the tokens that were kept for each draw, at most 512 (sampling
+            replay).
         top_p: sample from the likeliest tokens that have this probability together.
+        min_p: sample from the tokens of at least this share of the largest probability.
         drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
             lower rewards.
         uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
@@ -323,6 +326,7 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, ge=1e-5)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     drop_uniform_groups: bool = False
     uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
     max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
@@ -336,6 +340,11 @@ class RolloutSection(Section):
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if answers are drawn from a part of the distribution."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""

@@ -14,21 +14,26 @@ from typing import Protocol
 from posttrain.errors import UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, Within
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish, Message, Turn
+from posttrain.types import Completion, Finish, KeptSets, Message, Turn
 
 UNLIMITED_CONTEXT = 1 << 31
 SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
+# Tokens of a kept set at most, as in prime-rl (its pull request 3235): without a bound of one's own the likeliest ones.
+MOST_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Options of sampling.
 
-    ``temperature``: 0, or below ``SMALLEST_TEMPERATURE``, is greedy. Log-probabilities are those of the full
-    distribution at ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation ends at
-    any of ``stop_ids`` (the completion's last id) or after ``max_tokens``. ``max_total_tokens``: limit of prompt and
-    completion together. ``max_turn_tokens``: limit of each of several turns; ``max_tokens`` is then that of all turns
-    and replies. ``num_tokens``: ids from here on have no text and are never drawn.
+    ``temperature``: 0, or below ``SMALLEST_TEMPERATURE``, is greedy. Truncation keeps the tokens of at least ``min_p``
+    times the largest probability, of these the ``top_k`` likeliest, and of these the likeliest that have ``top_p``
+    together, as vLLM does. Log-probabilities are those of the full distribution at ``temperature`` (at 1 when greedy),
+    before truncation. With ``keeps_sets`` completions have their kept sets, at most ``MOST_KEPT`` tokens each, and
+    log-probabilities are over these. Generation ends at any of ``stop_ids`` (the completion's last id) or after
+    ``max_tokens``. ``max_total_tokens``: limit of prompt and completion together. ``max_turn_tokens``: limit of each of
+    several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here on have no text
+    and are never drawn.
     """
 
     max_tokens: int
@@ -39,10 +44,17 @@ class Sampling:
     max_total_tokens: int | None = None
     max_turn_tokens: int | None = None
     num_tokens: int | None = None
+    min_p: float = 0.0
+    keeps_sets: bool = False
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the distribution."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its completion together in a model of ``context`` tokens."""
@@ -118,6 +130,18 @@ class Conversation:
     own: list[bool] = field(default_factory=list)
     num_turns: int = 0
     finish: Finish | None = None
+    kept_ids: list[int] = field(default_factory=list)  # the sets of all ids, one behind the other
+    kept_counts: list[int] = field(default_factory=list)
+    num_cut: int = 0  # sets that the bound MOST_KEPT cut
+
+    def take_sets(self, kept: KeptSets | None, room: int) -> None:
+        """Append the sets of the first ``room`` ids of a turn."""
+        if kept is None:
+            return
+        end = kept.offsets[: room + 1][-1]
+        self.kept_ids += kept.ids[:end]
+        self.kept_counts += kept.counts[:room]
+        self.num_cut += kept.num_cut
 
     def end_turn(self) -> list[int]:
         """Mark the ids after the last reply as the model's turn, and return them."""
@@ -136,6 +160,8 @@ class Conversation:
             self.ids += reply.ids
             self.logprobs += [0.0] * len(reply.ids)
             self.own += [False] * len(reply.ids)
+            if self.kept_counts:
+                self.kept_counts += [0] * len(reply.ids)
 
     def room(self, max_turn_tokens: int | None) -> int:
         """Return the number of tokens that the next turn may have."""
@@ -147,7 +173,10 @@ class Conversation:
     def completion(self, version: int) -> Completion:
         """Return the finished conversation; all ids are its own where no turn was ended."""
         assert self.finish is not None, "a conversation goes on until it has finished"
-        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None)
+        kept: KeptSets | None = None
+        if self.kept_counts:
+            kept = KeptSets.of_counts(self.kept_ids, self.kept_counts, self.num_cut)
+        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None, kept)
 
 
 def begin(
@@ -279,6 +308,7 @@ class Engine(ABC):
             for row, room, (turn,) in zip(going, rooms, groups, strict=True):
                 row.ids += turn.ids[:room]
                 row.logprobs += turn.logprobs[:room]
+                row.take_sets(turn.kept, room)
                 version = turn.version
                 finish: Finish = turn.finish
                 if len(turn.ids) > room:
@@ -308,6 +338,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise _out_of_range("top_k", sampling.top_k, "1 or more, or none")
     if not 0 < sampling.top_p <= 1:
         raise _out_of_range("top_p", sampling.top_p, "above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise _out_of_range("min_p", sampling.min_p, "0 to 1")
     if sampling.max_turn_tokens is not None and sampling.max_turn_tokens < 1:
         raise _out_of_range("max_turn_tokens", sampling.max_turn_tokens, "1 or more, or none")
 

@@ -166,7 +166,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("advantage_min", "number", "none", "Smallest advantage."),
         Metric("advantage_max", "number", "none", "Largest advantage."),
         Metric("return_mean", "number", "none", "Mean return that the critic is trained on."),
-        Metric("kl_in_reward", "nats", "none", "KL to the reference per answer, as subtracted from the reward.",
+        Metric("kept_tokens", "tokens", "none", "Mean number of tokens that top-k, top-p or min-p keep for a draw. "
+               "Log-probabilities, entropies and KLs of training are of the distribution over these."),
+        Metric("kept_sets_cut", "share", "lower", "Fraction of draws whose set the limit of 512 tokens made smaller."),
+        Metric("kl_in_reward", "nats", "none", "KL to the reference per answer, as subtracted from the reward; of the "
+               "truncated distributions if sampling is truncated.",
                "KL in the reward"),
         Metric("kl_weight", "number", "none", "Weight of `kl_in_reward`.", "KL weight"),
         Metric("prompts", "count", "none", "Prompts from this mixture part (`PART:prompts`) in a batch."),
@@ -176,16 +180,19 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss", "nats", "lower", "Objective after aggregation. For held-out demonstrations, mean −log π per "
                "trained token.", of="examples", further=("perplexity", "token_accuracy")),
         Metric("nll", "nats", "lower", "Mean −log π per trained token. Equal to `loss` under `token_mean`.", "NLL"),
-        Metric("entropy", "nats", "none", "Mean entropy of next-token distributions, over generated tokens."),
+        Metric("entropy", "nats", "none", "Mean entropy of next-token distributions, over generated tokens; of the "
+               "truncated distributions if sampling is truncated (`kept_tokens`)."),
         Metric("ratio", "number", "none", "Importance ratio: probability under the current policy divided by its "
                "probability before the update."),
         Metric("ratio_distance", "number", "none", "Mean |ratio − 1|. Only rounding error in the first update after "
                "sampling."),
         Metric("clip_fraction", "share", "none", "Fraction of tokens whose ratio is clipped."),
-        Metric("kl_ref", "nats", "none", "KL to the reference model per token (k3 estimator).", "KL to reference"),
+        Metric("kl_ref", "nats", "none", "KL to the reference model per token (k3 estimator); of the truncated "
+               "distributions if sampling is truncated.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL between sampler and trainer per token (k3 estimator). Only rounding "
                "error, unless samples are reused.", "KL to sampler"),
-        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated on sampled tokens.",
+        Metric("kl_teacher", "nats", "lower", "KL to the teacher per token, estimated on sampled tokens; of the "
+               "truncated distributions if sampling is truncated.",
                "KL to teacher"),
         Metric("effective_sample_size", "share", "higher", "Effective sample size of the importance weights between "
                "sampler and trainer, divided by the number of tokens."),

@@ -35,7 +35,7 @@ from posttrain.store.schema import (
     version_of,
 )
 from posttrain.store.updates import RecordedUpdate, pack_update, unpack_update
-from posttrain.types import Call, Example, Rollout, Turn
+from posttrain.types import Call, Example, KeptSets, Rollout, Turn
 
 NUM_PENDING = 32  # records of updates that wait for the next commit, which waits for the disk
 
@@ -55,7 +55,8 @@ class RecordedRollout:
     prompt and, the last ``num_tokens`` of them, of the completion as sampled. ``version``: number of updates of the
     weights that sampled. Of a completion with an environment, ``own`` marks the tokens that the model wrote (None:
     all), ``turns`` are its turns, and ``failures`` the reasons why the environment failed; ``completion`` is then
-    the last turn. ``sampler_logprobs``: one for each token of the completion; None in files before version 7.
+    the last turn. ``sampler_logprobs``: one for each token of the completion; None in files before version 7. ``kept``:
+    the sets of tokens that they are over, where sampling was truncated and an objective followed it.
     ``skipped``, ``is_scored`` and ``extra`` are as in ``Rollout``.
     ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
@@ -86,6 +87,7 @@ class RecordedRollout:
     skipped: tuple[str, ...] = ()
     is_scored: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    kept: KeptSets | None = None
     evaluation: str | None = None
 
     @property
@@ -236,6 +238,9 @@ class RolloutStore:
         if evaluation is None:
             for row, rollout in zip(rows, rollouts, strict=True):
                 row["sampler_logprobs"] = _pack_floats(rollout.completion.logprobs)
+                kept = rollout.completion.kept
+                if kept is not None:
+                    row["kept_sets"] = _pack_ids((*kept.counts, *kept.ids))
         with self._writing() as db:
             db.executemany(insertion(table, self._columns[table]), rows)
 
@@ -468,6 +473,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "failures": None,
         "sampler_logprobs": None,
         "notes": _write_notes(rollout),
+        "kept_sets": None,
     }
     if example.answer is not None:
         row["answer"] = _storable(example.answer)
@@ -532,6 +538,7 @@ def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
         row["own"] = _own_of(row.pop("spans"), row["token_ids"], row["num_tokens"])
         if row["sampler_logprobs"] is not None:
             row["sampler_logprobs"] = _unpack_floats(row["sampler_logprobs"], row["num_tokens"])
+        row["kept"] = _kept_of(row.pop("kept_sets"), row["num_tokens"])
         turns = row["turns"]
         row["turns"] = ()
         if turns is not None:
@@ -558,6 +565,16 @@ def _own_of(packed: bytes | None, ids: Sequence[int], num_tokens: int) -> tuple[
     for place, length in enumerate(spans):
         own += [place % 2 == 0] * length
     return tuple(own)
+
+
+def _kept_of(packed: bytes | None, num_tokens: int) -> KeptSets | None:
+    if packed is None:
+        return None
+    numbers = _unpack_ids(packed)
+    counts, ids = numbers[:num_tokens], numbers[num_tokens:]
+    if len(counts) != num_tokens or min(counts, default=0) < 0 or sum(counts) != len(ids):
+        raise ValueError("the sets that were kept are not those of its tokens")
+    return KeptSets.of_counts(ids, counts)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:

@@ -26,8 +26,9 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
 }
 # token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
 # several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
-# sampler_logprobs: one for each token of the completion (float32), of training rollouts.
-# notes: JSON of what rewards said besides numbers (``skipped``, ``is_scored``, ``extra``).
+# sampler_logprobs: one for each token of the completion (float32), of training rollouts. kept_sets: where these are
+# over the sets that truncation kept, the size of each set, then the ids of all (int32). notes: JSON of what rewards
+# said besides numbers (``skipped``, ``is_scored``, ``extra``).
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",
@@ -52,6 +53,7 @@ COLUMNS = {
     "failures": "TEXT",
     "sampler_logprobs": "BLOB",
     "notes": "TEXT",
+    "kept_sets": "BLOB",
 }
 TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
 # Records of updates (``updates.py``): numbers and columns; violated: names of balances, separated by commas.

@@ -343,6 +343,16 @@ def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -
     return 1.0
 
 
+def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
+    """Return whether log-probabilities are over the sets that truncated sampling kept (sampling replay).
+
+    They are for a policy gradient, as its temperature is (``scoring_temperature``).
+    """
+    if rollout is None or not rollout.is_truncated:
+        return False
+    return any(comes_from_rollouts(name) for name in needs)
+
+
 @dataclass(slots=True)
 class BatchFields:
     """Fills the fields of batches: exactly ``needs``, and what these need.
@@ -392,6 +402,8 @@ class BatchFields:
         """
         if seen is None:
             seen = batch
+        elif batch.kept is not None:
+            seen.kept = batch.kept.moved(batch.mask, seen.mask)
         has_same_answers = seen.mask.sum(dim=1) == batch.mask.sum(dim=1)
         assert bool(has_same_answers.all()), "the teacher reads the same answers"
         rows: list[int] | None = None

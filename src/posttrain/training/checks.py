@@ -21,7 +21,14 @@ from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, RolloutSection
 from posttrain.registry import Entry
-from posttrain.training.batch_fields import comes_from_rollouts, fillers, needed_fields, with_their_needs
+from posttrain.sampling.base import MOST_KEPT
+from posttrain.training.batch_fields import (
+    comes_from_rollouts,
+    fillers,
+    needed_fields,
+    replays_sets,
+    with_their_needs,
+)
 
 if TYPE_CHECKING:
     from posttrain.data.render.rows import Shape
@@ -323,17 +330,35 @@ def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
     yield is_rounded and weighs, "train.precision", rounded
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
-    cut = "top_p"
-    is_cut = rollout.top_p < 1
+    yield from _of_truncation(w, rollout)
+
+
+def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
+    """Yield rules about top-k, top-p and min-p, whose kept sets an objective follows."""
+    if not replays_sets(rollout, w.needs):
+        return
+    cut = "min_p"
+    if rollout.top_p < 1:
+        cut = "top_p"
     if rollout.top_k is not None:
         cut = "top_k"
-        is_cut = True
-    biased = (
-        f": objective {w.recipe.objective.name!r} weighs tokens by how likely the sampler drew them from the whole "
-        f"distribution, and {cut} draws from a part of it, so that every ratio would be off; leave {cut} out (a lower "
-        "rollout.temperature is followed), or choose an objective that learns from given answers"
+    objective = f"objective {w.recipe.objective.name!r}"
+    large = (
+        f"={rollout.top_k}: {objective} follows the sampler over the tokens that it kept for each draw, and at most "
+        f"{MOST_KEPT} are kept; set it to {MOST_KEPT} or less, or leave it out"
     )
-    yield is_cut and weighs, f"rollout.{cut}", biased
+    yield rollout.top_k is not None and rollout.top_k > MOST_KEPT, "rollout.top_k", large
+    whole = (
+        f": {objective} compares the teacher's likeliest tokens of the whole vocabulary, and {cut} keeps a part of it "
+        f"for each draw; leave {cut} out, or choose an objective that reads the sampled token alone (on_policy_"
+        "distillation)"
+    )
+    yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
+    mute = (
+        f": {objective} follows the sampler over the tokens that {cut} kept for each draw, and engine "
+        f"{w.engine.name!r} does not say which these were; sample with the native engine, or leave {cut} out"
+    )
+    yield not w.engine.traits.get("keeps_sets", False), f"rollout.{cut}", mute
 
 
 def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> Iterator[Rule]:

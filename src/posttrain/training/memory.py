@@ -41,6 +41,8 @@ from posttrain.recipes.sections import (
     RolloutSection,
     ScaleSection,
 )
+from posttrain.sampling.base import MOST_KEPT
+from posttrain.training.batch_fields import replays_sets
 from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 
@@ -311,7 +313,8 @@ def _sampling_bytes(
 ) -> tuple[int, int]:
     """Return bytes of the sampler's cache, and of a batch of rollouts in main memory; 0 for a supervised recipe.
 
-    The latter are 9 a token, and 4 for each batch field and the weights.
+    The latter are 9 a token, and 4 for each batch field and the weights; where kept sets are replayed, also two numbers
+    of 8 bytes, and a set of at most 512 of 4.
     """
     recipe = components.recipe
     rollout = recipe.rollout
@@ -320,7 +323,10 @@ def _sampling_bytes(
     row = longest_row(rollout, recipe.prompt)
     group = 2 if components.unit == "pair" else rollout.group_size
     fields = components.needs | {"sampler_logprobs"}
-    rollouts = rollout.num_prompts * group * sum(row) * (9 + 4 * (1 + len(fields)))
+    each = 9 + 4 * (1 + len(fields))
+    if replays_sets(rollout, components.needs):
+        each += 16 + 4 * min(rollout.top_k or MOST_KEPT, MOST_KEPT)
+    rollouts = rollout.num_prompts * group * sum(row) * each
     if rollout.engine.name == "vllm":  # the cache is the server's
         return 0, rollouts
     return _cache_bytes(rollout, row, recipe.scale.processes, config, size, gpu_memory), rollouts

@@ -153,6 +153,14 @@ def has_dropout(model: torch.nn.Module) -> bool:
     return False
 
 
+def _only_kept(logits: Tensor, kept: Tensor) -> Tensor:
+    """``[L, V]`` with what is outside of the sets ``kept [L, K]`` (filled up with -1) at minus infinity."""
+    is_member = torch.zeros((len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
+    is_member.scatter_(1, kept.long().masked_fill(kept < 0, logits.shape[1]), True)
+    has_set = (kept >= 0).any(dim=1, keepdim=True)
+    return logits.masked_fill(has_set & ~is_member[:, :-1], -torch.inf)
+
+
 @torch.no_grad()
 def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     """Say by how much each side differs from the model's own forward pass of the first row."""
@@ -164,6 +172,10 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     mask = row.mask[0, :length]
     outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     logits = outputs.logits[0, :-1].float()
+    if row.kept is not None:
+        columns = torch.zeros_like(row.mask)
+        columns[0, 1:length] = True
+        logits = _only_kept(logits, row.kept.dense(columns.cpu()).to(logits.device))
     table = (logits / policy.temperature).log_softmax(-1)
     own = table.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 

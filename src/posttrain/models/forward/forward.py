@@ -159,7 +159,9 @@ class Forward:
         if states.predicting is None:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
         candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
-        logprobs, entropies, of_candidates = self._distribution.predict(states, entropy, candidates)
+        logprobs, entropies, of_candidates = self._distribution.predict(
+            states, entropy, candidates, self._kept_of(batch)
+        )
         return (
             states.spread(logprobs),
             None if entropies is None else states.spread(entropies),
@@ -291,6 +293,12 @@ class Forward:
         assert self.head is not None, "scores need a head"
         assert states.reading is not None
         return states.spread(self.head(states.reading))
+
+    def _kept_of(self, batch: Batch) -> Tensor | None:
+        """``int32 [M, K]``: the sets of the trained tokens, filled up with -1; None: the whole vocabulary."""
+        if batch.kept is None:
+            return None
+        return batch.kept.dense(self._as_read(batch).mask.cpu()).to(self.device)
 
     @property
     def _takes_sdpa(self) -> bool:

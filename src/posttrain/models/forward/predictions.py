@@ -24,6 +24,7 @@ KEPT_ELEMENTS = 1 << 27
 # On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
 LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
+FAR_BELOW = -1e30  # a logit whose probability is 0, and finite: 0 times it is 0
 
 Entropy = Literal["none", "detached", "differentiable"]
 
@@ -85,16 +86,26 @@ class Distribution:
     restricts_targets: bool
 
     def predict(
-        self, states: States, entropy: Entropy, candidates: Tensor | None = None
+        self, states: States, entropy: Entropy, candidates: Tensor | None = None, sets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``."""
+        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``.
+
+        Of tokens with a set in ``sets [num_targets, K]``, filled up with -1, they are over the set.
+        """
+        assert candidates is None or sets is None, "a recipe with both is refused"
         extra: tuple[Tensor, ...] = ()
         if candidates is not None:  # M is rounded up
-            missing = len(states.targets) - len(candidates)
-            extra = (torch.cat([candidates, candidates.new_zeros((missing, candidates.shape[1]))]),)
+            extra = (_filled_up(candidates, len(states.targets), 0),)
+        elif sets is not None:
+            extra = (_filled_up(sets, len(states.targets), -1),)
+        is_whole = sets is not None and bool((sets < 0).all(dim=1).any())
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            per_token: tuple[Tensor | None, ...]
+            if sets is None:
+                per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            else:
+                per_token = self._score_sets(states.project(part), ids[0], ids[1], entropy, is_whole)
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -132,6 +143,32 @@ class Distribution:
         if candidates is None:
             return logprobs, entropies, None
         return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
+
+    def _score_sets(
+        self, logits: Tensor, targets: Tensor, sets: Tensor, entropy: Entropy, is_whole: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies ``[M]`` over ``sets [M, K]``; ``is_whole``: some tokens have none."""
+        limit = logits.shape[1]
+        if self.restricts_targets and self.num_ids is not None:
+            limit = self.num_ids
+        is_member = (sets >= 0) & (sets < limit)
+        inside = logits.gather(1, sets.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW)
+        is_target = is_member & (sets == targets[:, None])
+        places = is_target.int().argmax(dim=1)
+        logprobs, entropies, _ = score_logits(inside, places, self.temperature, entropy)
+        logprobs = logprobs.masked_fill(~is_target.any(dim=1), LOG_ZERO)
+        if not is_whole:
+            return logprobs, entropies
+        has_none = (sets < 0).all(dim=1)
+        whole, of_whole, _ = self._score(logits, targets, entropy)
+        if entropies is not None and of_whole is not None:
+            entropies = torch.where(has_none, of_whole, entropies)
+        return torch.where(has_none, whole, logprobs), entropies
+
+
+def _filled_up(rows: Tensor, count: int, filler: int) -> Tensor:
+    """``[N, K]`` with rows of a filler behind, ``[count, K]``."""
+    return torch.cat([rows, rows.new_full((count - len(rows), rows.shape[1]), filler)])
 
 
 def _in_chunks(

@@ -37,6 +37,7 @@ from posttrain.sampling.native.fast_path import FastDecoder
 from posttrain.sampling.native.known_paths import fingerprint, is_known, remember
 from posttrain.sampling.native.probe import Decode, decode_in_slots, probe, probe_lengths
 from posttrain.sampling.native.recorded import RecordedSteps
+from posttrain.sampling.native.sampler import largest_set
 from posttrain.sampling.native.schedule import STEPS_BETWEEN_LOOKS, Schedule, check_finite
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ PATHS: dict[Path, str] = {
 _OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
 
 
-@register("engine")
+@register("engine", keeps_sets=True)
 def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -205,7 +206,12 @@ class NativeEngine(Engine):
         if reach is not None:
             work.longest_burst = 1 if decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS
         if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and self._can_record:
-            work.recorded = RecordedSteps(decoder, work.num_slots, work.limit, work.longest_burst, self._say)
+            most_kept = 0
+            if sampling.keeps_sets:
+                most_kept = largest_set(sampling, self.vocab_size)
+            work.recorded = RecordedSteps(
+                decoder, work.num_slots, work.limit, work.longest_burst, self._say, most_kept=most_kept
+            )
         return work
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:

@@ -31,7 +31,7 @@ class StepRows(Protocol):
     tokens: Tensor
     counters: Tensor
 
-    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See ``Schedule.draw_next``."""
 
 
@@ -39,11 +39,18 @@ class RecordedSteps:
     """The decode steps of one ``Schedule``: called the first time in a window, then recorded and replayed.
 
     On a CPU they are called every time, which tests compare with the schedule's own steps; so they are on a GPU that
-    cannot record them, with a notice by ``say``.
+    cannot record them, with a notice by ``say``. ``most_kept``: of a set of ``draw_kept``; 0 if they are not kept.
     """
 
     def __init__(
-        self, decoder: FastDecoder, num_slots: int, limit: int, most_steps: int, say: Callable[[str], None]
+        self,
+        decoder: FastDecoder,
+        num_slots: int,
+        limit: int,
+        most_steps: int,
+        say: Callable[[str], None],
+        *,
+        most_kept: int = 0,
     ) -> None:
         device, dtype = decoder.device, torch.promote_types(decoder.dtype, torch.float32)
         self.decoder, self.say = decoder, say
@@ -55,6 +62,9 @@ class RecordedSteps:
         # What was drawn since the host last looked, and in how many steps.
         self.ids = torch.zeros((most_steps, num_slots), dtype=torch.long, device=device)
         self.probabilities = torch.zeros((most_steps, num_slots), dtype=dtype, device=device)
+        self.sets: Tensor | None = None
+        if most_kept:
+            self.sets = torch.zeros((most_steps, num_slots, 1 + most_kept), dtype=torch.int32, device=device)
         self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
         self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: called once
         self._keys: Tensor | None = None  # of the cache's first layer; a cache that grew or was shifted has others
@@ -62,8 +72,11 @@ class RecordedSteps:
         self._memory: object = None
         self._stream: object = None
 
-    def run(self, schedule: StepRows, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
+    def run(self, schedule: StepRows, rows: int, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Decode and draw ``steps`` times for the first ``rows`` slots.
+
+        Ids and probabilities are ``[steps, rows]``, and sets ``[steps, rows, 1 + K]`` where they are kept.
+        """
         cache, size = schedule.cache, rows_of_graph(rows, len(self.starts))
         self.num_steps.zero_()
         done = 0
@@ -81,7 +94,10 @@ class RecordedSteps:
             for _ in range(count):
                 cache.advance()
             done += count
-        return self.ids[:steps, :rows].tolist(), self.probabilities[:steps, :rows].log().tolist()
+        sets: Tensor | None = None
+        if self.sets is not None:
+            sets = self.sets[:steps, :rows]
+        return self.ids[:steps, :rows], self.probabilities[:steps, :rows], sets
 
     def _step(self, schedule: StepRows, size: int, first: int, end: int) -> None:
         place, cache = (size, first, end), schedule.cache
@@ -115,10 +131,12 @@ class RecordedSteps:
         tokens, counters = schedule.tokens[:size], schedule.counters[:, :size]
         positions, drawn = torch.minimum(counters, self.last)
         self.decoder.forget_workspace()  # a graph has one in its own memory
-        ids, probability = schedule.draw_next(self.decoder.decode(tokens, positions, window), drawn)
+        ids, probability, kept = schedule.draw_next(self.decoder.decode(tokens, positions, window), drawn)
         self.decoder.forget_workspace()
         self.ids[:, :size].index_copy_(0, self.num_steps, ids[None])
         self.probabilities[:, :size].index_copy_(0, self.num_steps, probability[None])
+        if self.sets is not None and kept is not None:
+            self.sets[:, :size].index_copy_(0, self.num_steps, kept[None])
         tokens.copy_(ids)
         for counter in (counters, self.column, self.num_steps):
             counter.add_(1)

@@ -24,7 +24,7 @@ from posttrain.models.forward.forward import causal_lm
 from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
-from posttrain.sampling.native.sampler import draw
+from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
 
@@ -218,9 +218,17 @@ def _steps_of_batch(
         uniform = None if table is None else table[places, step, None]
         if uniform is not None and device.type != "mps":
             uniform = uniform.to(device)
-        ids, probabilities = draw(state.logits, uniform, sampling)
-        for place, token, logprob in zip(places, ids.tolist(), probabilities.log().tolist(), strict=True):
+        sets: DrawnSets | None = None
+        if sampling.keeps_sets and uniform is not None:
+            ids, probabilities, kept = draw_kept(state.logits, uniform, sampling)
+            sets = DrawnSets(kept[None])
+        else:
+            ids, probabilities = draw(state.logits, uniform, sampling)
+        drawn = zip(places, ids.tolist(), probabilities.log().tolist(), strict=True)
+        for r, (place, token, logprob) in enumerate(drawn):
             row = batch[place]
+            if sets is not None:
+                sets.append_to(row, 0, r)
             row.ids.append(token)
             row.logprobs.append(logprob)
             is_last = step + 1 >= row.limit

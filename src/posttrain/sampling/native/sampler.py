@@ -6,11 +6,14 @@ same on every device; a token of probability zero (truncated, or below 2^-40) is
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from posttrain.sampling.base import Sampling
+from posttrain.sampling.base import MOST_KEPT, Conversation, Sampling
 from posttrain.types import with_float64
 
 UNIT = float(2**40)
@@ -30,20 +33,90 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
         ids ``int64 [R]`` and the probability ``float32 [R]`` (float64 where the logits are) of each in the full
         distribution at the sampling temperature (1 when greedy).
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
-    is_truncated = sampling.top_k is not None or sampling.top_p < 1.0
-    size = logits.shape[-1] if sampling.num_tokens is None else min(sampling.num_tokens, logits.shape[-1])
+    logits, size = _scaled(logits, sampling)
     probabilities = logits.softmax(-1)
     if uniforms is None:
         ids = logits[:, :size].argmax(-1, keepdim=True)
     else:
         kept = probabilities[:, :size]
-        if is_truncated:
-            kept = truncate(kept, sampling.top_k, sampling.top_p)
+        if sampling.is_truncated:
+            kept = truncate(kept, sampling.top_k, sampling.top_p, sampling.min_p)
         ids = first_beyond(kept.mul(UNIT).long(), uniforms)
     return ids.squeeze(1), probabilities.gather(1, ids).squeeze(1)
+
+
+def _scaled(logits: Tensor, sampling: Sampling) -> tuple[Tensor, int]:
+    """Return logits at the temperature in fp32 or float64, and the number of ids that may be drawn."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    size = logits.shape[-1] if sampling.num_tokens is None else min(sampling.num_tokens, logits.shape[-1])
+    return logits, size
+
+
+def largest_set(sampling: Sampling, size: int) -> int:
+    """Return the most tokens of a set that truncation keeps, of ``size`` that may be drawn."""
+    if sampling.num_tokens is not None:
+        size = min(size, sampling.num_tokens)
+    return min(sampling.top_k or MOST_KEPT, MOST_KEPT, size)
+
+
+def draw_kept(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row from the set that truncation keeps, and return the set; ``draw`` has the arguments.
+
+    Returns:
+        ids ``int64 [R]``, the probability ``[R]`` of each in its set, and the sets ``int32 [R, 1 + K]``: K is the
+        largest that a set may be; the first column is 1 where only the bound ``MOST_KEPT`` made it so small, then
+        come the ids in ascending order, filled up with -1.
+    """
+    logits, size = _scaled(logits, sampling)
+    logits = logits[:, :size]
+    most = largest_set(sampling, size)
+    values, order = logits.topk(most, dim=-1)
+    lowest = torch.full_like(values[:, :1], -torch.inf)
+    if sampling.min_p > 0.0:
+        lowest = values[:, :1] + math.log(sampling.min_p)
+    is_kept = values >= lowest
+    is_kept[:, 0] = True
+    values = values.masked_fill(~is_kept, -torch.inf)
+    is_cut = torch.zeros_like(lowest, dtype=torch.bool)
+    if sampling.top_k is None and most < size:  # the nucleus is of the whole distribution, of which this is a part
+        wide = with_float64(logits.masked_fill(logits < lowest, -torch.inf)).double()
+        shares = (with_float64(values).double() - wide.logsumexp(-1, keepdim=True)).exp()
+        is_cut = (logits >= lowest).sum(-1, keepdim=True) > most
+        if sampling.top_p < 1.0:
+            is_cut &= (shares.sum(-1, keepdim=True) < sampling.top_p).to(values.device)
+    else:
+        shares = with_float64(values).double().softmax(-1)
+    if sampling.top_p < 1.0:
+        is_kept &= (shares.cumsum(-1) - shares < sampling.top_p).to(values.device)
+        is_kept[:, 0] = True
+    ids, places = order.masked_fill(~is_kept, size).sort(dim=-1)
+    probabilities = values.masked_fill(~is_kept, -torch.inf).softmax(-1).gather(1, places)
+    column = first_beyond(probabilities.mul(UNIT).long(), uniforms)
+    members = ids.masked_fill(ids == size, -1).int()
+    drawn = ids.gather(1, column).squeeze(1)
+    return drawn, probabilities.gather(1, column).squeeze(1), torch.cat([is_cut.int(), members], dim=1)
+
+
+class DrawnSets:
+    """The sets of several steps, ``int32 [S, R, 1 + K]`` of ``draw_kept``, ready to be appended to rows."""
+
+    def __init__(self, sets: Tensor) -> None:
+        members = sets[..., 1:].cpu()
+        is_member = members >= 0
+        self.num_rows = members.shape[1]
+        self.counts: list[int] = is_member.sum(-1).flatten().tolist()
+        self.ids: list[int] = members[is_member].tolist()
+        self.starts = list(accumulate(self.counts, initial=0))
+        self.cut: list[int] = sets[..., 0].flatten().tolist()
+
+    def append_to(self, row: Conversation, step: int, place: int) -> None:
+        """Append the set of one step of the row in this place."""
+        at = step * self.num_rows + place
+        row.kept_ids += self.ids[self.starts[at] : self.starts[at + 1]]
+        row.kept_counts.append(self.counts[at])
+        row.num_cut += self.cut[at]
 
 
 def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
@@ -68,14 +141,16 @@ def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
     return (block * BLOCK + column).clamp_(max=size - 1)
 
 
-def truncate(probabilities: Tensor, top_k: int | None, top_p: float) -> Tensor:
+def truncate(probabilities: Tensor, top_k: int | None, top_p: float, min_p: float = 0.0) -> Tensor:
     """Set ``probabilities [R, V]`` to 0 outside the ``top_k`` most probable and the nucleus (Holtzman et al. 2020).
 
-    The nucleus: the smallest set of most probable tokens, at least one, whose mass reaches ``top_p``; with both, of the
-    renormalized top k. Ties are broken by the smaller id. The result is not renormalized.
+    Before, those below ``min_p`` times the largest are set to 0 (Nguyen et al. 2024, eq. 2). The nucleus: the smallest
+    set of most probable tokens, at least one, whose mass reaches ``top_p`` of what was kept so far. Ties are broken by
+    the smaller id. The result is not renormalized.
     """
     size = probabilities.shape[-1]
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    values = values.masked_fill(values < min_p * values[:, :1], 0.0)
     if top_k is not None and top_k < size:
         values, order = values[:, :top_k], order[:, :top_k]
     if top_p < 1.0:

@@ -27,7 +27,7 @@ from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Respondent, Sampling, check_ids, turn_key
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.sampling.native.recorded import RecordedSteps
-from posttrain.sampling.native.sampler import draw
+from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
 from posttrain.types import Finish, with_float64
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
@@ -37,6 +37,21 @@ LONGEST_BURST = 512
 ROWS_WORTH_SHARING = 2  # rows per prompt from which one common copy of its keys and values pays
 # Finished rows are dropped, and free slots filled, once they are this share of the batch.
 IDLE_SHARE = 1 / 16
+
+
+class DrawnSteps:
+    """The draws of several steps, on the host: ids and log-probabilities by step and row, and sets where they are kept.
+
+    Args:
+        ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` of ``draw_kept``, or None.
+    """
+
+    def __init__(self, ids: Tensor, probabilities: Tensor, sets: Tensor | None) -> None:
+        self.ids: list[list[int]] = ids.tolist()
+        self.logprobs: list[list[float]] = probabilities.log().tolist()
+        self.sets: DrawnSets | None = None
+        if sets is not None:
+            self.sets = DrawnSets(sets)
 
 
 class Schedule:
@@ -123,7 +138,7 @@ class Schedule:
         self._drop_finished()
         self._admit()
         if self.batch:
-            self._collect(*self._step(self._burst()))
+            self._collect(self._step(self._burst()))
 
     def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> None:
         """Add rows that continue ``prompts``; each row's ``prompt`` becomes the prompt's number in this schedule."""
@@ -143,37 +158,45 @@ class Schedule:
             return min(nearest, self.longest_burst)
         return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
 
-    def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Decode and draw ``steps`` times; ids and log-probabilities as ``[steps][rows]``."""
+    def _step(self, steps: int) -> DrawnSteps:
+        """Decode and draw ``steps`` times."""
         rows = len(self.batch)
         if self.recorded is not None:
-            return self.recorded.run(self, rows, steps)
+            return DrawnSteps(*self.recorded.run(self, rows, steps))
         tokens, counters = self.tokens[:rows], self.counters[:, :rows]
-        ids, probabilities = [], []
+        ids, probabilities, sets = list[Tensor](), list[Tensor](), list[Tensor]()
         for _ in range(steps):
-            tokens, probability = self.draw_next(self.decoder.decode(tokens, counters[0], self.cache), counters[1])
+            logits = self.decoder.decode(tokens, counters[0], self.cache)
+            tokens, probability, kept = self.draw_next(logits, counters[1])
             ids.append(tokens)
             probabilities.append(probability)
+            if kept is not None:
+                sets.append(kept)
             counters.add_(1)
             self.cache.advance()
         self.tokens[:rows] = tokens
-        if steps == 1:
-            return [ids[0].tolist()], [probabilities[0].log_().tolist()]
-        return torch.stack(ids).tolist(), torch.stack(probabilities).log_().tolist()
+        return DrawnSteps(torch.stack(ids), torch.stack(probabilities), torch.stack(sets) if sets else None)
 
-    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next token of the first R slots and its probability; ``drawn [R]`` tokens were drawn before."""
+    def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the next token of the first R slots, its probability and, if sets are kept, its set (``draw_kept``).
+
+        ``drawn [R]`` tokens were drawn before.
+        """
         rows, uniform, forced_ids = len(drawn), None, self.forced_ids
         if self.draws is not None:
             uniform = self.draws[:rows].gather(1, drawn[:, None].to(self.draws.device))
-        tokens, probability = draw(logits, uniform, self.sampling)
+        kept: Tensor | None = None
+        if self.sampling.keeps_sets and uniform is not None:
+            tokens, probability, kept = draw_kept(logits, uniform, self.sampling)
+        else:
+            tokens, probability = draw(logits, uniform, self.sampling)
         if forced_ids is not None:
             forced = forced_ids[:rows].gather(1, drawn[:, None])[:, 0]
             tokens = torch.where(forced < 0, tokens, forced)
-        return tokens, probability
+        return tokens, probability, kept
 
-    def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
-        self.remaining[: len(self.batch)] -= len(ids)
+    def _collect(self, drawn: DrawnSteps) -> None:
+        self.remaining[: len(self.batch)] -= len(drawn.ids)
         answered = []
         for r, row in enumerate(self.batch):
             if row.finish is not None:
@@ -181,7 +204,7 @@ class Schedule:
             if self.unsaid[r]:
                 self.unsaid[r] -= 1
                 continue
-            ended = self._append(r, ids, logprobs)
+            ended = self._append(r, drawn)
             if ended is None:
                 continue
             if self.respondent is None:
@@ -196,12 +219,14 @@ class Schedule:
         for r in answered:
             self._reply(r)
 
-    def _append(self, r: int, ids: list[list[int]], logprobs: list[list[float]]) -> Finish | None:
+    def _append(self, r: int, drawn: DrawnSteps) -> Finish | None:
         """Append the tokens of the row in slot ``r``, up to its end; return how it ended."""
         row, stop_ids = self.batch[r], self.sampling.stop_ids
-        for step_ids, step_logprobs in zip(ids, logprobs, strict=True):
+        for step, (step_ids, step_logprobs) in enumerate(zip(drawn.ids, drawn.logprobs, strict=True)):
             row.ids.append(step_ids[r])
             row.logprobs.append(step_logprobs[r])
+            if drawn.sets is not None:
+                drawn.sets.append_to(row, step, r)
             if step_ids[r] in stop_ids:
                 return "stop"
         return "length" if self.remaining[r] <= 0 else None

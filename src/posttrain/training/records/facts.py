@@ -15,8 +15,9 @@ from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import LoadedModel
 from posttrain.recipes.sections import MIXTURE, Component, RolloutSection, TrainSection
+from posttrain.sampling.base import MOST_KEPT
 from posttrain.sampling.rollout import Grader
-from posttrain.training.batch_fields import comes_from_rollouts
+from posttrain.training.batch_fields import comes_from_rollouts, replays_sets
 from posttrain.training.checks import Components
 from posttrain.training.mismatch import has_dropout
 
@@ -103,7 +104,7 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         penalty = PenaltyFacts(of_reward.estimator, of_reward.weight, of_reward.target, of_reward.horizon)
     takes_all = components.selection is not None and bool(components.selection.traits.get("takes_all"))
     reads_samples = any(comes_from_rollouts(name) for name in components.needs)
-    is_cut = rollout.top_k is not None or rollout.top_p < 1.0
+    replays = replays_sets(rollout, components.needs)
     samples = components.engine.traits.get("samples", True)
     return SamplingFacts(
         num_prompts=rollout.num_prompts,
@@ -113,7 +114,9 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         keeps_unscored=components.keeps_unscored,
         masks_truncated=rollout.mask_truncated,
         redraws=rollout.drop_uniform_groups,
-        is_cut=is_cut,
+        is_cut=rollout.is_truncated and not replays,
+        replays=replays,
+        most_kept=min(rollout.top_k or MOST_KEPT, MOST_KEPT) if replays else None,
         has_turns=recipe.environment is not None or bool(recipe.tools),
         turn_weight=sum(reward.weight for reward in recipe.rewards if reward.name == TURN_REWARD),
         staleness=rollout.staleness,

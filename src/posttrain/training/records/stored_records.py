@@ -99,6 +99,7 @@ def recorded_answer(row: RecordedRollout, keeps_unscored: bool = True) -> Sample
         takes_part=not is_left_out(row.failures) and (row.is_scored or keeps_unscored),
         skipped=row.skipped,
         is_scored=row.is_scored,
+        kept=row.kept,
     )
 
 

@@ -73,6 +73,7 @@ def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnsw
         takes_part=not is_left_out(rollout.failures) and (rollout.is_scored or keeps_unscored),
         skipped=rollout.skipped,
         is_scored=rollout.is_scored,
+        kept=completion.kept,
     )
 
 

@@ -55,7 +55,17 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
         info["completion_length_correct"] = fmean(correct)
     if wrong:
         info["completion_length_wrong"] = fmean(wrong)
-    return info | _describe_turns(rollouts, everything)
+    return info | _describe_sets(rollouts) | _describe_turns(rollouts, everything)
+
+
+def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of the sets that truncation kept, where answers have them."""
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    num_drawn = sum(r.completion.num_own for r in rollouts)
+    if not sets or not num_drawn:
+        return {}
+    num_kept = sum(len(kept.ids) for kept in sets)
+    return {"kept_tokens": num_kept / num_drawn, "kept_sets_cut": sum(kept.num_cut for kept in sets) / num_drawn}
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:

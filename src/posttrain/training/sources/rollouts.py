@@ -24,7 +24,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
-from posttrain.training.batch_fields import BatchFields
+from posttrain.training.batch_fields import BatchFields, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.prompts import Prompts
@@ -140,6 +140,8 @@ class RolloutSource(Source):
             stop_ids=stop_ids(self.tokenizer, self.grader.template),
             max_total_tokens=self.context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
+            min_p=self.options.min_p,
+            keeps_sets=replays_sets(self.options, self.batch_fields.needs),
         )
 
     def __call__(self, step: int) -> TrainBatch:
@@ -519,6 +521,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         group=group,
         prefix=len(prompt),
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
+        kept=answer.kept,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
@@ -21,13 +21,15 @@ from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
-from posttrain.types import Batch, Completion, Message, Rollout
+from posttrain.types import Batch, Completion, KeptRows, KeptSets, Message, Rollout
 
 Groups = list[list[Rollout]]
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
 _ANSWERS = "answers"  # not in checkpoints before 0.3
 _FIELD = "stream."
+_KEPT = "kept."
+_OF_KEPT_ROWS = ("ids", "starts", "counts")
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or made where it is read; the prompt of an episode is what its environment began with.
@@ -104,6 +106,8 @@ def _read_completion(stored: Mapping[str, Any]) -> Completion:
             continue
         if isinstance(value, list):
             value = tuple(value)
+        if name == "kept" and value is not None:
+            value = KeptSets(tuple(value["ids"]), tuple(value["offsets"]), value["num_cut"])
         known[name] = value
     return Completion(**known)
 
@@ -136,6 +140,23 @@ def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: i
             raise ValueError("other rewards")
         if not all(0 <= token < vocabulary for token in ids):
             raise ValueError("other tokens")
+        if completion.get("kept") is not None:
+            _check_kept(completion["kept"], len(ids), vocabulary)
+
+
+def _check_kept(kept: Mapping[str, Any], num_tokens: int, vocabulary: int) -> None:
+    """Refuse kept sets that are not those of so many tokens.
+
+    Raises:
+        ValueError: they are not.
+    """
+    offsets = kept["offsets"]
+    if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(kept["ids"]):
+        raise ValueError("other sets")
+    if any(start > end for start, end in pairwise(offsets)) or kept["num_cut"] < 0:
+        raise ValueError("other sets")
+    if not all(0 <= token < vocabulary for token in kept["ids"]):
+        raise ValueError("other sets")
 
 
 @cache
@@ -170,6 +191,9 @@ def write_batch(batch: Batch) -> dict[str, Tensor]:
         tensors[_ANSWERS] = batch.answers
     for name, numbers in batch.fields.items():
         tensors[f"{_FIELD}{name}"] = numbers
+    if batch.kept is not None:
+        for name in _OF_KEPT_ROWS:
+            tensors[f"{_KEPT}{name}"] = getattr(batch.kept, name)
     return tensors
 
 
@@ -207,12 +231,32 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
         raise ValueError("other lengths")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
-    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit, answers=answers)
+    kept = _read_kept(tensors, tokens, vocabulary)
+    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit, answers=answers, kept=kept)
+
+
+def _read_kept(tensors: Mapping[str, Tensor], tokens: Tensor, vocabulary: int) -> KeptRows | None:
+    """Read the kept sets of a batch; None where it has none."""
+    if f"{_KEPT}ids" not in tensors:
+        return None
+    ids, starts, counts = (tensors[f"{_KEPT}{name}"] for name in _OF_KEPT_ROWS)
+    if ids.dtype != torch.int32 or ids.ndim != 1 or starts.dtype != torch.long or counts.dtype != torch.long:
+        raise ValueError("other sets")
+    if starts.shape != tokens.shape or counts.shape != tokens.shape or bool((starts < 0).any() or (counts < 0).any()):
+        raise ValueError("other sets")
+    if int(starts.max()) > len(ids) or int(counts.max()) > len(ids) or int((starts + counts).max()) > len(ids):
+        raise ValueError("other sets")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError("other sets")
+    return KeptRows(ids, starts, counts)
 
 
 def _write_rollout(rollout: Rollout) -> dict[str, object]:
     plain = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
-    plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
+    completion: dict[str, object] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
+    if rollout.completion.kept is not None:
+        completion["kept"] = asdict(rollout.completion.kept)
+    plain["completion"] = completion
     if rollout.turns or rollout.failures:
         plain["episode"] = {
             "messages": [[message.role, message.content] for message in rollout.example.messages],
