@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.api.arguments import check_flag, plain_path, plain_text, reading
+from posttrain.api.config_objects import adapter_options, read_config_objects
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -143,7 +144,8 @@ def train(
         on_step: called with an ``Event`` after each step; its ``stop()`` ends the run. So are ``on_evaluation`` and
             ``on_checkpoint`` after these.
         keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
-            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``.
+            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``. A ``LoraConfig``
+            of peft (``peft_config=``) and training arguments of TRL (``args=``) are read as keys.
 
     Raises:
         UsageError: the recipe, or what is given with it, cannot be used; nothing was changed.
@@ -160,9 +162,10 @@ def train(
     runs_dir, run = _check_places(runs_dir, run, resume, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
     with without_command_line():
+        keys, read = read_config_objects(keys)
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
-    notes += session_notes(checked)
+    notes += [*read, *session_notes(checked)]
     place: dict[str, Any] = {"root": runs_dir, "name": run, "recipe_name": called}
     how: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "summarize": write_run_summary}
     with choose_progress(called, not progress) as view:
@@ -205,7 +208,7 @@ def given(
     keys: dict[str, Any] = {}
     if model is not None:
         if isinstance(model, Mapping):
-            section: Mapping[str, object] = model
+            section = {key: adapter_options(f"model.{key}", value) for key, value in model.items()}
         else:
             section = {"name": model_name(model, runs_dir)}
         with reading("model"):

@@ -115,20 +115,20 @@ class RolloutSource(Source):
         self.parts = tuple(part.name for part in task.parts)
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
-        self._tell_progress()
+        self._tell_length()
         self.sampling = self._build_sampling()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
 
-    def _tell_progress(self) -> None:
+    def _tell_length(self) -> None:
         """Tell rewards how long the run is."""
-        progress = self.grader.progress
-        progress.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
+        length = self.grader.run_length
+        length.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
         if self.train.steps is not None:
-            progress.max_steps = self.train.steps
+            length.max_steps = self.train.steps
         else:
-            progress.num_epochs = self.train.num_epochs or 0.0
-            progress.max_steps, _ = self.length_of(progress.num_epochs)
+            length.num_epochs = self.train.num_epochs or 0.0
+            length.max_steps, _ = self.length_of(length.num_epochs)
 
     def _build_sampling(self) -> Sampling:
         """Return how answers are sampled."""
