@@ -36,7 +36,13 @@ __all__ = ["judge", "local_data", "random_models"]
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
 NAMES = training_recipe_names()
-KINDS = {"objective": "objective", "advantage": "advantage", "aggregation": "aggregate", "correction": "correction"}
+KINDS = {
+    "objective": "objective",
+    "advantage": "advantage",
+    "aggregation": "aggregate",
+    "correction": "correction",
+    "mask": "masks.0",
+}
 # Two runs are the same method if their weights are closer than this share of the way that they went.
 SAME = 1e-4
 MOST_STEPS = 6
@@ -91,6 +97,9 @@ ELSEWHERE = {
 # Another value, where half of the first is none that acts.
 OTHER: dict[str, Any] = {
     "clip_max": 1.01,
+    "share": 0.5,
+    "cov_low": -1.0,
+    "cov_high": 0.6,
     "clip": 0.001,
     "value_clip": 0.001,
     "ratio_cap": 1.001,
@@ -125,12 +134,21 @@ def options() -> list[tuple[str, str, Entry]]:
 OPTIONS = {label: (key, entry) for label, key, entry in options()}
 
 
+def component_at(recipe: Recipe, key: str) -> Any:
+    """Return the component at a key of a recipe, ``masks.0`` among them; None if there is none."""
+    name, _, number = key.partition(".")
+    value = getattr(recipe, name)
+    if not number:
+        return value
+    return value[int(number)] if len(value) > int(number) else None
+
+
 def users(entry: Entry) -> list[str]:
     """Return the packaged recipes with a component."""
     key = KINDS[entry.kind]
     found = []
     for name in NAMES:
-        component = getattr(resolved(name), key)
+        component = component_at(resolved(name), key)
         if component is not None and component.name == entry.name:
             found.append(name)
     return found
@@ -359,10 +377,13 @@ def test_option_changes_weights_of_a_packaged_recipe(label: str, place: Place) -
     name, added = acting_recipe(label)
     recipe = recipe_with(name, added)
     above, _, option = key.rpartition(".")
-    value = getattr(recipe, above).options.get(option)
+    value = component_at(recipe, above).options.get(option)
     for other in other_values(option, entry.options_model.model_fields[option], value):
-        content = recipe.dump()
-        content[above][option] = other
+        content: Any = recipe.dump()
+        place_of = content
+        for part in above.split("."):
+            place_of = place_of[int(part)] if isinstance(place_of, list) else place_of[part]
+        place_of[option] = other
         if differ(recipe, validate_recipe(content).resolve(), place):
             return
     raise AssertionError(f"{key} changes nothing in {name}")

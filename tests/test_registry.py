@@ -148,6 +148,9 @@ def test_built_in_batch_fields_are_in_the_order_of_the_source() -> None:
         "teacher_ids",
         "old_values",
         "kl_baseline",
+        "policy_logprobs",
+        "clip_cov_tokens",
+        "kl_cov_tokens",
     ]
 
 

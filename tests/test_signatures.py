@@ -37,7 +37,7 @@ def test_options_outside_of_their_range_are_refused_by_name():
 def test_every_component_of_the_pure_kinds_is_found_with_torch_alone():
     code = """
 from posttrain.registry import entries
-kinds = ("objective", "advantage", "aggregation", "correction", "selection")
+kinds = ("objective", "advantage", "aggregation", "correction", "mask", "selection")
 print(sum(len(entries(kind)) for kind in kinds))
 import sys
 print([name for name in ("pydantic", "jaxtyping", "numpy", "transformers") if name in sys.modules])

@@ -22,6 +22,7 @@ _LETTERS = {
     "σ": r"\sigma",
     "Σ": r"\sum",
     "τ": r"\tau",
+    "ω": r"\omega",
 }
 _SIGNS = {
     "−": "-",
@@ -35,6 +36,8 @@ _SIGNS = {
     "→": r"\to",
     "∇": r"\nabla",
     "√": r"\sqrt",
+    "⌊": r"\lfloor",
+    "⌋": r"\rfloor",
     "≈": r"\approx",
     "∞": r"\infty",
     "∈": r"\in",

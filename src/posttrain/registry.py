@@ -48,6 +48,7 @@ ALL_KINDS = (
     "aggregation",
     "selection",
     "correction",
+    "mask",
     "environment",
     "reward",
     "grader",
@@ -60,6 +61,7 @@ ALL_KINDS = (
     "dictionary",
 )
 _MODULES = ComponentModules()
+_KEYS_OF_LISTED = {"rewards": "weight", "masks": "divisor"}  # of the components of a list, next to their options
 
 
 LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
@@ -145,8 +147,7 @@ class Entry:
         except ValidationError as error:
             label = f"{self.kind} {self.name!r}"
             own = ["name"]
-            if where.startswith("rewards"):
-                own.append("weight")
+            own += [key for above, key in _KEYS_OF_LISTED.items() if where.startswith(above)]
             known = [*(key for key in own if key not in options), *model.model_fields]
             raise RecipeError(explain_validation(error, known, place, label)) from None
         filled = {name: getattr(checked, name) for name in model.model_fields}

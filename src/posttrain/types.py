@@ -28,6 +28,10 @@ Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "envi
 # turns, of the seconds of a call.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
+# Batch fields of masks: 1 of tokens that keep their term ``[B, T]``, 1 of tokens that the means divide by ``[B, T]``,
+# and 1 of rows that are only divided by ``[B]``.
+UNMASKED, COUNTED, LEFT_OUT = "unmasked", "counted", "left_out"
+
 if TYPE_CHECKING:
     import transformers
 Model: TypeAlias = "transformers.PreTrainedModel"  # or a peft model around one
@@ -321,6 +325,13 @@ class Batch:
     def unit_mask(self) -> Tensor:
         """``bool [U, T]``: the trained positions of each unit, in any of its rows."""
         return self.mask.unflatten(0, (-1, self.rows_per_unit)).any(dim=1)
+
+    @property
+    def trained_mask(self) -> Tensor:
+        """``bool [B, T]``: the mask without the rows that are only divided by (``left_out``)."""
+        if LEFT_OUT not in self.fields:
+            return self.mask
+        return self.mask & (self.fields[LEFT_OUT] == 0)[:, None]
 
     def field(self, name: str) -> Tensor:
         """Return the batch field ``name``; an objective that reads it lists it in its ``needs``."""

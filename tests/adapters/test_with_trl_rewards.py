@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from closeness import approx
+from closeness import allclose, approx
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized
 from posttrain.data.render import encode_prompt
@@ -178,7 +178,7 @@ def by_us(tokenizer: Any, folder: Path, rewards: Rewards, is_conversation: bool,
         declare_code(name)
         components.append(RewardComponent(name=name, weight=weight))
     grader = build_grader(components, template)
-    grader.run_length.max_steps = 1
+    grader.run_course.max_steps = 1
     script = ids_of(tokenizer)
     prompts = [encode_prompt(tokenizer, template, one.messages) for one in task.examples]
     engine = FakeEngine(lambda prompt, key: script.pop(0))
@@ -233,7 +233,7 @@ def own_rewards() -> Rewards:
 def agree(ours: Graded, theirs: Graded) -> None:
     assert torch.equal(ours.parts.isnan(), theirs.parts.isnan())
     # fp32 in TRL: its parts are rounded once, and eight of them are summed
-    assert torch.allclose(ours.parts.float().nan_to_num(), theirs.parts.nan_to_num(), rtol=2e-7, atol=0)
+    assert allclose(ours.parts.float().nan_to_num(), theirs.parts.nan_to_num(), rtol=2e-7, atol=0)
     rounding = 64 * torch.finfo(torch.float32).eps * float(theirs.parts.nan_to_num().abs().max()) / 1e-4
     assert ours.advantages == approx(theirs.advantages, abs=min(rounding, 1e-3))
     assert {name: theirs.metrics[name] for name in ours.metrics} == approx(ours.metrics, rel=1e-6)

@@ -61,7 +61,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/chain.yaml", "--dry-run"],
     ],
     "what-if": [["evil", "--at", "1"], ["evil", "--at", "1", "train.lr=0.5", "--quiet"]],
-    "doctor": [["evil"], ["evil", "--json"]],
+    "doctor": [["evil"], ["evil", "--json"], ["evil", "--audit", "1"]],
     "evaluate": [
         ["evil", "--limit", "2", *SHORT, "--out", "out"],
         ["evil", "tiny", "--limit", "2", *SHORT, "--out", "two"],

@@ -15,7 +15,7 @@ from refusing import refuses
 
 
 @dataclass
-class GRPOConfig:
+class SomeGRPOConfig:
     """Some fields of TRL's class of this name, with its defaults."""
 
     output_dir: str = "out"
@@ -63,7 +63,7 @@ class GRPOConfig:
 
 
 @dataclass
-class DPOConfig:
+class SomeDPOConfig:
     learning_rate: float = 1e-6
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -75,7 +75,7 @@ class DPOConfig:
 
 
 @dataclass
-class SFTConfig:
+class SomeSFTConfig:
     learning_rate: float = 2e-5
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -91,42 +91,42 @@ def keys_of(config: Any) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "keys"),
     [
-        (GRPOConfig(), {}),
-        (GRPOConfig(min_p=0.1), {"rollout.min_p": 0.1}),
-        (GRPOConfig(learning_rate=1e-5, max_completion_length=64), {"train.lr": 1e-5, "rollout.max_tokens": 64}),
+        (SomeGRPOConfig(), {}),
+        (SomeGRPOConfig(min_p=0.1), {"rollout.min_p": 0.1}),
+        (SomeGRPOConfig(learning_rate=1e-5, max_completion_length=64), {"train.lr": 1e-5, "rollout.max_tokens": 64}),
         (
-            GRPOConfig(per_device_train_batch_size=16, num_generations=4),
+            SomeGRPOConfig(per_device_train_batch_size=16, num_generations=4),
             {
                 "rollout.group_size": 4, "rollout.num_prompts": 4,
                 "train.micro_batch_rows": 16, "train.num_minibatches": 1,
             },
         ),
         (
-            GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=4),
+            SomeGRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=4),
             {"rollout.num_prompts": 4, "train.micro_batch_rows": 8, "train.num_minibatches": 2},
         ),
-        (GRPOConfig(max_steps=7), {"train.steps": 7}),
-        (GRPOConfig(num_train_epochs=1.5), {"train.steps": None, "train.num_epochs": 1.5}),
-        (GRPOConfig(lr_scheduler_type="constant_with_warmup", warmup_steps=3),
+        (SomeGRPOConfig(max_steps=7), {"train.steps": 7}),
+        (SomeGRPOConfig(num_train_epochs=1.5), {"train.steps": None, "train.num_epochs": 1.5}),
+        (SomeGRPOConfig(lr_scheduler_type="constant_with_warmup", warmup_steps=3),
          {"train.schedule": "constant", "train.warmup_steps": 3}),
-        (GRPOConfig(lr_scheduler_type="cosine"), {"train.schedule": "cosine", "train.min_lr_ratio": 0.0}),
-        (GRPOConfig(beta=0.04), {"regularize.kl_coef": 0.04, "regularize.kl_estimator": "k3_weighted"}),
-        (GRPOConfig(beta=0.04, use_bias_correction_kl=False), {"regularize.kl_coef": 0.04}),
-        (GRPOConfig(epsilon=0.1), {"objective.clip_low": 0.1, "objective.clip_high": 0.1}),
-        (GRPOConfig(epsilon=0.1, epsilon_high=0.3), {"objective.clip_low": 0.1, "objective.clip_high": 0.3}),
-        (GRPOConfig(scale_rewards=False), {"advantage": "centered"}),
-        (GRPOConfig(loss_type="dr_grpo"), {"aggregate": {"name": "constant", "length": 512}}),
-        (GRPOConfig(loss_type="cispo"), {"objective.name": "cispo", "aggregate": "token_mean"}),
-        (GRPOConfig(importance_sampling_level="sequence"), {"objective.name": "gspo"}),
-        (GRPOConfig(report_to=["tensorboard"]), {"track": ["tensorboard"]}),
-        (GRPOConfig(eval_strategy="steps", eval_steps=5), {"eval.every": 5}),
-        (GRPOConfig(save_strategy="no"), {"train.save_every": 0}),
-        (GRPOConfig(bf16=False, use_cpu=True), {"train.precision": "fp32", "model.device": "cpu"}),
-        (GRPOConfig(adam_beta2=0.95), {"optimizer.betas": [0.9, 0.95]}),
-        (DPOConfig(beta=0.5, per_device_train_batch_size=4, gradient_accumulation_steps=2),
+        (SomeGRPOConfig(lr_scheduler_type="cosine"), {"train.schedule": "cosine", "train.min_lr_ratio": 0.0}),
+        (SomeGRPOConfig(beta=0.04), {"regularize.kl_coef": 0.04, "regularize.kl_estimator": "k3_weighted"}),
+        (SomeGRPOConfig(beta=0.04, use_bias_correction_kl=False), {"regularize.kl_coef": 0.04}),
+        (SomeGRPOConfig(epsilon=0.1), {"objective.clip_low": 0.1, "objective.clip_high": 0.1}),
+        (SomeGRPOConfig(epsilon=0.1, epsilon_high=0.3), {"objective.clip_low": 0.1, "objective.clip_high": 0.3}),
+        (SomeGRPOConfig(scale_rewards=False), {"advantage": "centered"}),
+        (SomeGRPOConfig(loss_type="dr_grpo"), {"aggregate": {"name": "constant", "length": 512}}),
+        (SomeGRPOConfig(loss_type="cispo"), {"objective.name": "cispo", "aggregate": "token_mean"}),
+        (SomeGRPOConfig(importance_sampling_level="sequence"), {"objective.name": "gspo"}),
+        (SomeGRPOConfig(report_to=["tensorboard"]), {"track": ["tensorboard"]}),
+        (SomeGRPOConfig(eval_strategy="steps", eval_steps=5), {"eval.every": 5}),
+        (SomeGRPOConfig(save_strategy="no"), {"train.save_every": 0}),
+        (SomeGRPOConfig(bf16=False, use_cpu=True), {"train.precision": "fp32", "model.device": "cpu"}),
+        (SomeGRPOConfig(adam_beta2=0.95), {"optimizer.betas": [0.9, 0.95]}),
+        (SomeDPOConfig(beta=0.5, per_device_train_batch_size=4, gradient_accumulation_steps=2),
          {"objective.beta": 0.5, "data.batch_size": 8, "train.micro_batch_rows": 8}),
-        (DPOConfig(loss_type=["ipo"], max_length=256), {"objective.name": "ipo", "data.max_length": 256}),
-        (SFTConfig(assistant_only_loss=True, learning_rate=1e-4),
+        (SomeDPOConfig(loss_type=["ipo"], max_length=256), {"objective.name": "ipo", "data.max_length": 256}),
+        (SomeSFTConfig(assistant_only_loss=True, learning_rate=1e-4),
          {"train.lr": 1e-4, "data.train_on": "assistant"}),
     ],
 )  # fmt: skip
@@ -137,22 +137,22 @@ def test_fields_that_differ_from_their_defaults_are_keys(config: Any, keys: dict
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (GRPOConfig(repetition_penalty=1.5), ("repetition_penalty", "1.5", "reward")),
-        (GRPOConfig(lr_scheduler_type="polynomial"), ("polynomial", "train.schedule")),
-        (GRPOConfig(warmup_steps=0.1), ("warmup_steps", "train.warmup_steps")),
-        (GRPOConfig(reward_weights=[1.0, 2.0]), ("reward_weights", "rewards.0.weight")),
-        (GRPOConfig(loss_type="vespo"), ("loss_type", "vespo", "objective")),
-        (GRPOConfig(scale_rewards="batch"), ("scale_rewards", "advantage")),
-        (GRPOConfig(fp16=True), ("fp16", "train.precision")),
-        (GRPOConfig(optim="galore_adamw"), ("optim", "galore_adamw")),
-        (GRPOConfig(steps_per_generation=3, gradient_accumulation_steps=2), ("steps_per_generation",)),
+        (SomeGRPOConfig(repetition_penalty=1.5), ("repetition_penalty", "1.5", "reward")),
+        (SomeGRPOConfig(lr_scheduler_type="polynomial"), ("polynomial", "train.schedule")),
+        (SomeGRPOConfig(warmup_steps=0.1), ("warmup_steps", "train.warmup_steps")),
+        (SomeGRPOConfig(reward_weights=[1.0, 2.0]), ("reward_weights", "rewards.0.weight")),
+        (SomeGRPOConfig(loss_type="vespo"), ("loss_type", "vespo", "objective")),
+        (SomeGRPOConfig(scale_rewards="batch"), ("scale_rewards", "advantage")),
+        (SomeGRPOConfig(fp16=True), ("fp16", "train.precision")),
+        (SomeGRPOConfig(optim="galore_adamw"), ("optim", "galore_adamw")),
+        (SomeGRPOConfig(steps_per_generation=3, gradient_accumulation_steps=2), ("steps_per_generation",)),
         (
-            GRPOConfig(eval_strategy="epoch", repetition_penalty=1.5),
+            SomeGRPOConfig(eval_strategy="epoch", repetition_penalty=1.5),
             ("eval_strategy", "eval.every", "repetition_penalty", "2 of the fields"),
         ),
-        (GRPOConfig(report_to=["mlflow"]), ("report_to", "mlflow", "track")),
-        (DPOConfig(loss_type=["sigmoid", "sft"]), ("loss_type",)),
-        (SFTConfig(completion_only_loss=False), ("completion_only_loss", "data.train_on")),
+        (SomeGRPOConfig(report_to=["mlflow"]), ("report_to", "mlflow", "track")),
+        (SomeDPOConfig(loss_type=["sigmoid", "sft"]), ("loss_type",)),
+        (SomeSFTConfig(completion_only_loss=False), ("completion_only_loss", "data.train_on")),
     ],
 )
 def test_fields_that_no_key_takes_are_answered(config: Any, named: tuple[str, ...]) -> None:
@@ -161,7 +161,7 @@ def test_fields_that_no_key_takes_are_answered(config: Any, named: tuple[str, ..
 
 
 def test_fields_that_need_no_key_and_defaults_are_lines() -> None:
-    _, notes = read_config_objects({"args": GRPOConfig(dataloader_num_workers=4, output_dir="there")})
+    _, notes = read_config_objects({"args": SomeGRPOConfig(dataloader_num_workers=4, output_dir="there")})
     text = "\n".join(notes)
     assert "dataloader_num_workers" in text
     assert "runs_dir=" in text
@@ -206,19 +206,19 @@ def test_adapter_that_no_key_takes_is_answered(config: Any, named: tuple[str, ..
 
 def test_key_that_is_given_twice_and_a_configuration_as_recipe_are_refused() -> None:
     with refuses(UsageError, "train.lr", "args"):
-        read_config_objects({"train.lr": 1e-3, "args": GRPOConfig(learning_rate=1e-4)})
+        read_config_objects({"train.lr": 1e-3, "args": SomeGRPOConfig(learning_rate=1e-4)})
     with refuses(PosttrainError, "train.lr"):
-        pt.train("tiny/sft", lr=1e-3, args=SFTConfig(learning_rate=1e-4))
-    with refuses(UsageError, "recipe", "args=GRPOConfig"):
-        pt.train(GRPOConfig())  # type: ignore[arg-type]
+        pt.train("tiny/sft", lr=1e-3, args=SomeSFTConfig(learning_rate=1e-4))
+    with refuses(UsageError, "recipe", "args=SomeGRPOConfig"):
+        pt.train(SomeGRPOConfig())  # type: ignore[arg-type]
     with refuses(PosttrainError, "objective.clip_low"):
-        pt.train("tiny/sft", args=GRPOConfig(epsilon=0.1))
+        pt.train("tiny/sft", args=SomeGRPOConfig(epsilon=0.1))
 
 
 def test_training_reads_both(tmp_path: Any) -> None:
     run = pt.train(
         "tiny/sft",
-        args=SFTConfig(learning_rate=3e-4, per_device_train_batch_size=2, gradient_accumulation_steps=2),
+        args=SomeSFTConfig(learning_rate=3e-4, per_device_train_batch_size=2, gradient_accumulation_steps=2),
         peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
         model="tiny",
         task__size=8,

@@ -42,6 +42,8 @@ def made_up(seed: int = 0) -> dict[str, Tensor]:
     tensors["margins"] = torch.tensor([0.5, 0.5, 0.1, 0.1], dtype=torch.float64)
     tensors["kl_baseline"] = torch.full((ROWS,), 0.3, dtype=torch.float64)
     tensors["step_labels"] = (numbers(ROWS, WIDTH) > 0).double()
+    for name in ("clip_cov_tokens", "kl_cov_tokens"):
+        tensors[name] = (numbers(ROWS, WIDTH) > 0).double()
     return tensors
 
 

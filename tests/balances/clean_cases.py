@@ -80,6 +80,36 @@ CASES: dict[str, dict[str, Any]] = {
     "advantage normalized, penalty with a target": grpo(
         kl_in_reward={"weight": 0.1, "target": 0.5, "horizon": 40, "estimator": "k3"}, rollout=SHORT
     ),
+    "objective clip_cov": grpo(
+        objective={"name": "clip_cov", "share": 0.1, "cov_low": 0.01, "clip_high": 0.002}, train=SHARED
+    ),
+    "objective kl_cov": grpo(objective={"name": "kl_cov", "share": 0.1}, train=SHARED),
+    "mask top_entropy": grpo(masks="top_entropy", train=SHARED, regularize={"kl_coef": 0.1}),
+    "mask off_policy_sequence": grpo(masks={"name": "off_policy_sequence", "threshold": 1e-3}, train=SHARED),
+    "masks that divide by what they keep": grpo(
+        masks=[
+            {"name": "top_entropy", "share": 0.4, "divisor": "kept"},
+            {"name": "off_policy_sequence", "threshold": 1e-3},
+        ],
+        aggregate="sequence_mean",
+        train=SHARED | {"micro_batch_rows": 3},
+        regularize={"kl_coef": 0.1},
+    ),
+    "masked truncated, all divided by": grpo(
+        whole=True,
+        model={"name": "tiny-sft"},
+        rollout=CUT_OFF | {"truncated_divisor": "all"},
+        aggregate="sequence_mean",
+        train={"steps": 4, "num_minibatches": 2},
+    ),
+    "masked truncated, returns, all divided by": grpo(
+        objective="reinforce",
+        advantage="return_to_go",
+        whole=True,
+        model={"name": "tiny-sft"},
+        rollout=CUT_OFF | {"truncated_divisor": "all"},
+        masks=[{"name": "top_entropy", "divisor": "kept"}],
+    ),
     "advantage gdpo": grpo(advantage="gdpo", rollout=SHORT, rewards=TWO_REWARDS),
     "advantage gdpo, rewards without a value": grpo(
         advantage="gdpo", rollout=SHORT, rewards=[*TWO_REWARDS, "small_runs:silent_of_some"], train=SHARED
@@ -155,6 +185,9 @@ FAST = (
     "objective bradley_terry, margins",
     "advantage return_to_go",
     "advantage gdpo, rewards without a value",
+    "objective clip_cov",
+    "masks that divide by what they keep",
+    "masked truncated, all divided by",
     "correction geometric_mask of sequences",
     "kl k3 and entropy",
     "ahead of the sampler",

@@ -8,6 +8,7 @@ from posttrain import registry
 from posttrain.balances.advantages import formulas_of_advantages
 from posttrain.balances.findings import EXPLANATIONS
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
+from posttrain.balances.masks import formulas_of_masks
 from posttrain.balances.weights import formulas_of_weights
 
 AGGREGATIONS, CORRECTIONS = formulas_of_weights()
@@ -16,6 +17,7 @@ KNOWN = {
     "advantage": formulas_of_advantages(),
     "aggregation": AGGREGATIONS,
     "correction": CORRECTIONS,
+    "mask": formulas_of_masks(),
 }
 
 

@@ -87,7 +87,7 @@ def test_draw_png_is_as_large_as_its_panels_and_the_largest_floats_have_no_place
     [
         ({"pair_accuracy": 0.5, "margin": 0.1}, "pairs"),
         ({"step_accuracy": 0.5}, "labelled steps"),
-        ({"outcome_accuracy": 0.5, "answer_accuracy": 0.5}, "tokens that are scored"),
+        ({"outcome_accuracy": 0.5, "answer_accuracy": 0.5}, "scored tokens"),
         ({"answer_accuracy": 0.5}, "answers"),
     ],
 )
@@ -96,7 +96,7 @@ def test_caption_of_a_loss_names_what_its_objective_judges(judged: dict[str, flo
         panels = choose_panels([MetricsRow(step, {"loss": 0.7, **metrics}) for step in (1, 2)])
         return next(panel.caption for panel in panels if panel.title == "Loss")
 
-    assert f"mean over the {unit}" in caption(judged)
+    assert f"over {unit}" in caption(judged)
     assert "log π" not in caption(judged)
     assert "log π" in caption({"nll": 0.7})
 

@@ -156,3 +156,17 @@ def test_notebook_progress_shorter_line_covers_the_longer_one(monkeypatch: pytes
     first, second = stream.getvalue().split("\r")[-2:]
     assert len(second) == len(first)
     assert second != second.rstrip()
+
+
+def test_choose_progress_command_in_a_cell_rewrites_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setenv("TERM", "xterm-color")
+    assert isinstance(choose_progress("tiny/grpo", quiet=False), LiveProgress)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # as kernels set it for the processes that they start
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(choose_progress("tiny/grpo", quiet=False), NotebookProgress)

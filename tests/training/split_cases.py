@@ -181,6 +181,8 @@ def draw_fields(n: int, num_classes: int, generator: torch.Generator) -> dict[st
             "sampler_logprobs": logprobs[2].tolist(),
             "teacher_logprobs": logprobs[3].tolist(),
             "step_labels": torch.randint(0, num_classes, (n,), generator=generator).float().tolist(),
+            "clip_cov_tokens": (noise[7] > 0.5).float().tolist(),
+            "kl_cov_tokens": (noise[6] > 0.5).float().tolist(),
             "correction": (noise[7].exp().clamp(max=2.0) * (noise[7] > -1)).tolist(),
         },
         "rows": {

@@ -63,6 +63,8 @@ IF_RATIO_FALLS = ActsIf(
 )
 IF_RATIO_REACHES_CAP = ActsIf(_SEVERAL, _cap, _MORE_UPDATES, by_default=True, distance=lambda cap: cap - 1.0)
 IF_RATIO_VARIES = ActsIf(_SEVERAL, _gate, _MORE_UPDATES, by_default=True)
+IF_SEQUENCES_DRIFT = ActsIf(_SEVERAL, _bound, _MORE_UPDATES, by_default=True)
+IF_RATIO_LEAVES_ONE = ActsIf(_SEVERAL, lambda facts, key: why_ratio_is_one(facts), _MORE_UPDATES, by_default=True)
 IF_VALUES_MOVE = ActsIf(_SEVERAL, _value_bound, _MORE_UPDATES, by_default=True)
 
 
@@ -152,6 +154,15 @@ def _adapts(facts: RunFacts, key: str) -> str:
 
 
 IF_ADAMW_TRAINS_SOME = ActsIf("if anything but hidden matrices is trained", _adapts)
+
+
+def _all_are_kept(facts: RunFacts, key: str) -> str:
+    if facts.get(key) < 1:
+        return ""
+    return SwitchedOff("at 1 every token is kept")
+
+
+IF_SOME_ARE_LEFT_OUT = ActsIf("below 1", _all_are_kept)
 
 
 def unless_zero(option: str) -> ActsIf:

@@ -43,6 +43,12 @@ def _keeps_groups(facts: RunFacts, key: str) -> str:
     return "rollout.drop_uniform_groups is false"
 
 
+def _trains_truncated(facts: RunFacts, key: str) -> str:
+    if facts.get("rollout.mask_truncated"):
+        return ""
+    return "rollout.mask_truncated is false"
+
+
 def _no_labels(facts: RunFacts, key: str) -> str:
     if {"labels", "has_feedback"} & set(facts.needs):
         return ""
@@ -144,6 +150,9 @@ IF_PENALTY_COUNTS = ActsIf("if kl_in_reward.weight is above 0", _no_penalty, "Se
 IF_WEIGHT_ADAPTS = ActsIf("if kl_in_reward.target is given", _no_target, "Set kl_in_reward.target")
 IF_GROUPS_ARE_DROPPED = ActsIf(
     "if rollout.drop_uniform_groups is true", _keeps_groups, "Set rollout.drop_uniform_groups: true"
+)
+IF_TRUNCATED_ARE_MASKED = ActsIf(
+    "if rollout.mask_truncated is true", _trains_truncated, "Set rollout.mask_truncated: true"
 )
 IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
 IF_OLD_LOGPROBS_ARE_READ = ActsIf(

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.api.arguments import plain_path
+from posttrain.api.arguments import check_whole, plain_path
 from posttrain.api.inputs import Place
+from posttrain.errors import UsageError
 from posttrain.registry import stop_import
 from posttrain.runs.diagnosis.diagnose import diagnose_run
 from posttrain.runs.diagnosis.findings import RunFinding
 from posttrain.runs.directory import find_run
 
 
-def diagnose(run: Place, *, runs_dir: Place = "runs") -> list[RunFinding]:
+def diagnose(run: Place, *, audit: int | None = None, runs_dir: Place = "runs") -> list[RunFinding]:
     """Return what the files of a run say about its health, faults first, as ``posttrain doctor`` does.
 
     The run may be finished, running or interrupted. It is only read, and no code of it is run.
 
     Args:
         run: a run, its folder, or its name below ``runs_dir``.
+        audit: an update (from 1) whose gradient and optimizer step are computed again by transformers' own forward pass
+            and plain code. It takes a checkpoint right before it; with one behind it, all weights are compared.
 
     Raises:
-        UsageError: there is no such run, or it has made no step yet.
+        UsageError: there is no such run, it has made no step yet, or the update cannot be audited.
         DataError: a file of it is damaged.
 
     Examples:
@@ -29,5 +32,11 @@ def diagnose(run: Place, *, runs_dir: Place = "runs") -> list[RunFinding]:
         []
     """
     stop_import()
-    folder = find_run(plain_path("runs_dir", runs_dir), plain_path("run", run))
-    return list(diagnose_run(Path(folder)).findings)
+    root, name = plain_path("runs_dir", runs_dir), plain_path("run", run)
+    update: int | None = None
+    if audit is not None:
+        check_whole("audit", audit)
+        update = int(audit)
+        if update < 1:
+            raise UsageError(f"audit: {update} is no update. They are numbered from 1")
+    return list(diagnose_run(Path(find_run(root, name)), update).findings)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from posttrain.balances.advantages import PerAnswer, expected_advantages
 from posttrain.balances.findings import Imbalance, Reading, imbalance_of
+from posttrain.balances.masks import read_masks
 from posttrain.balances.of_answers import read_answers
 from posttrain.balances.of_losses import read_loss
 from posttrain.balances.of_rows import read_row_balances
@@ -22,6 +23,7 @@ def read_balances(record: StepRecord) -> Iterator[Reading]:
         if record.answers and advantages is None:
             advantages = expected_advantages(record)
         yield from read_row_balances(record, advantages)
+        yield from read_masks(record)
         yield from read_loss(record, advantages)
     yield from read_update(record)
 

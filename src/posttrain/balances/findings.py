@@ -132,6 +132,13 @@ EXPLANATIONS = {
         ),
         "compare the mean of −log p of the drawn tokens with the entropy, batch by batch",
     ),
+    "mask": Explanation(
+        (
+            "the limit between tokens is of a micro-batch or of one process",
+            "the numbers that decide are of other weights, rows or tokens",
+        ),
+        "change train.micro_batch_rows: `masked_tokens` and `cov_fraction` must stay",
+    ),
     "correction": Explanation(
         ("the correction's ratio is upside down or of other log-probabilities", "its cap is another one"),
         "compute the factor of one row from its recorded log-probabilities",
@@ -150,7 +157,7 @@ EXPLANATIONS = {
             "a micro-batch gives no gradient or one of another scale",
             "a term is detached, or one is not that should be",
         ),
-        "recompute the gradient of this update from the checkpoint before it",
+        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
     ),
     "leftover": Explanation(
         ("gradients are not cleared after the update",),
@@ -166,7 +173,7 @@ EXPLANATIONS = {
             "gradients are clipped or scaled in another way",
             "some weights are not updated",
         ),
-        "recompute one optimizer step from the checkpoint before it",
+        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
     ),
     "moved": Explanation(
         ("the learning rate does not reach the optimizer", "it is too small for the type of the weights"),

@@ -212,6 +212,19 @@ def _trust_in_nats(x: LossInputs, o: OptionValues) -> Computed:
     return _within_trust(x, o, in_nats=True)
 
 
+def _without_drawn(x: LossInputs, o: OptionValues) -> Computed:
+    plain = _token_surrogate(x, o)
+    drawn = x.required("clip_cov_tokens") > 0
+    return Computed(torch.where(drawn, torch.zeros_like(plain.values), plain.values), plain.clipped)
+
+
+def _with_penalized(x: LossInputs, o: OptionValues) -> Computed:
+    gap = _log_rho(x)
+    counts = (x.required("kl_cov_tokens") > 0) & (gap.abs() >= 1e-4)
+    penalty = torch.where(counts, o.get("penalty", 1.0) * gap.abs(), torch.zeros_like(gap))
+    return Computed(penalty - gap.exp() * _a(x))
+
+
 def _squared_ratio(x: LossInputs, o: OptionValues) -> Computed:
     rho = _log_rho(x)
     return Computed(o.get("beta", 0.05) * rho * rho / 2 - _a(x) * x.logprobs)
@@ -267,6 +280,8 @@ _TOKENS: dict[str, Callable[[LossInputs, OptionValues], Computed]] = {
     "ppo": _actor_and_critic,
     "dppo_tv": _trust_in_probability,
     "dppo_kl": _trust_in_nats,
+    "clip_cov": _without_drawn,
+    "kl_cov": _with_penalized,
     "dro": _squared_ratio,
     "cross_entropy": _likelihood,
     "dft": _own_probability,

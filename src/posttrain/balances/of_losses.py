@@ -14,23 +14,26 @@ from posttrain.balances.advantages import PerAnswer, own_logprobs
 from posttrain.balances.findings import Reading, compared
 from posttrain.balances.limits import SLOPE_LIMIT, SUM_LIMIT
 from posttrain.balances.losses import OF_A_HEAD, Computed, LossInputs, expected_regularizers, expected_values
+from posttrain.balances.masks import expected_kept, trained_of
 from posttrain.balances.of_rows import places_of
 from posttrain.balances.record import Fields, RowSums, StepRecord, TokenRecord
 from posttrain.balances.weights import expected_correction, expected_weights
 
 # Read labels, a baseline, a teacher or single tokens, which a file has not.
-NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft")
+NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft", "clip_cov", "kl_cov")
 ROUNDING = 8 * 2.0**-24  # of a sum of numbers in fp32, next to the sum of their sizes
 CORRECTION_LIMIT = 1e-5  # factors are fp32
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """The terms of the sum that is a loss: inputs, weights (``[B, T]``, or ``[U]`` of units), and the correction."""
+    """The terms of the sum that is a loss: inputs, weights (``[B, T]``, or ``[U]`` of units), the correction, and the
+    tokens that masks keep, ``bool [B, T]``."""
 
     inputs: LossInputs
     weights: Tensor
     correction: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def read_loss(record: StepRecord, advantages: PerAnswer | None) -> Iterator[Reading]:
@@ -132,6 +135,8 @@ def _contributions(record: StepRecord, terms: LossTerms, computed: Computed) -> 
     """The terms of the loss, one for each token or unit."""
     facts = record.facts
     values = computed.values
+    if terms.kept is not None:
+        values = torch.where(terms.kept, values, torch.zeros_like(values))
     if facts.level == "token":
         if facts.kl_coef or facts.entropy_coef:
             regularizers = expected_regularizers(terms.inputs, facts.kl_coef, facts.kl_estimator, facts.entropy_coef)
@@ -231,12 +236,32 @@ def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | 
         of_units = expected_weights(facts.aggregation, lengths.unflatten(0, (-1, each)).sum(dim=1))
         if of_units is not None:
             weights = of_units
+    kept: Tensor | None = None
+    if facts.masks:
+        kept = fields["unmasked"] > 0
+        expected = expected_kept(record, tokens, trained_of(tokens))
+        if expected is not None:
+            kept, counted = expected
+            of_counted = expected_weights(facts.aggregation, (mask & counted).sum(dim=1))
+            if of_counted is not None:
+                weights = torch.where(mask & counted, of_counted[:, None], 0.0)
+    if "left_out" in fields:
+        weights = _of_present(weights, fields["left_out"], facts.level)
     correction = fields.get("correction")
     if facts.correction is not None and old is not None and sampler is not None:
         known = expected_correction(facts.correction, old, sampler, mask)
         if known is not None:
             correction = known
-    return LossTerms(inputs, weights, correction)
+    return LossTerms(inputs, weights, correction, kept)
+
+
+def _of_present(weights: Tensor, left_out: Tensor, level: str) -> Tensor:
+    """The weights with 0 at rows that are only divided by."""
+    is_present = left_out == 0
+    if level == "token":
+        return torch.where(is_present[:, None], weights, 0.0)
+    each = len(left_out) // len(weights)
+    return torch.where(is_present[::each], weights, 0.0)
 
 
 def _copied(x: Tensor | None) -> Tensor | None:
@@ -329,7 +354,7 @@ def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) ->
     facts = record.facts
     if facts.objective.name in OF_A_HEAD or facts.correction is not None or facts.entropy_coef:
         return None
-    if facts.objective.name in NEEDS_TOKENS or facts.kl_estimator == "k3_weighted":
+    if facts.objective.name in NEEDS_TOKENS or facts.masks or facts.kl_estimator == "k3_weighted":
         return None
     if facts.kl_coef and facts.kl_estimator not in ("k1", "k3"):
         return None

@@ -53,10 +53,21 @@ def read_row_balances(record: StepRecord, advantages: PerAnswer | None) -> Itera
         if record.is_first:
             yield _recorded(record, advantages)
         yield _idle(record, rows, advantages)
-    weights = _weights(record, rows, lengths)
-    if weights is not None:
-        yield weights
+    counted = _counted(record, lengths)
+    if counted is not None:
+        weights = _weights(record, rows, counted)
+        if weights is not None:
+            yield weights
     yield from _against_others(record, rows)
+
+
+def _counted(record: StepRecord, lengths: Tensor) -> Tensor | None:
+    """The number of tokens of each row that the means divide by; None if masks decide and a file has them not."""
+    if all(one.divisor == "all" for one in record.facts.masks):
+        return lengths
+    if record.tokens is None:
+        return None
+    return ((record.tokens.fields["counted"] > 0) & record.tokens.mask).sum(dim=1)
 
 
 def _taken(record: StepRecord, rows: RowSums, sampling: SamplingFacts) -> Reading:
@@ -73,7 +84,8 @@ def _taken(record: StepRecord, rows: RowSums, sampling: SamplingFacts) -> Readin
             wrong += 1
             continue
         answer = record.answers[place]
-        wrong += answer.has_failed or (sampling.masks_truncated and answer.is_truncated)
+        is_masked = sampling.masks_truncated and not sampling.divides_all and answer.is_truncated
+        wrong += answer.has_failed or is_masked
     if last and sampling.takes_all and not sampling.redraws:
         had = before | set(answers)
         for place, answer in enumerate(record.answers):
@@ -168,9 +180,15 @@ def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
     corrections: Tensor | None = None
     if record.tokens is not None and "correction" in record.tokens.fields:
         corrections = torch.where(record.tokens.mask, record.tokens.fields["correction"], 0.0).abs().sum(dim=1)
+    kept: Tensor | None = None
+    if record.tokens is not None and "unmasked" in record.tokens.fields:
+        kept = (record.tokens.mask & (record.tokens.fields["unmasked"] > 0)).any(dim=1)
+    divides_all = record.facts.sampling is not None and record.facts.sampling.divides_all
     wrong = 0
     for number, place in enumerate(rows.answers.tolist()):
         if bool(rows.computed[number]) or not 0 <= place < len(advantages):
+            continue
+        if divides_all and record.answers[place].is_truncated:
             continue
         values = advantages[place]
         acts = values is None or any(abs(value) > ADVANTAGE_LIMIT for value in values)
@@ -178,6 +196,10 @@ def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
             acts = acts and bool(corrections[number] > 0)
         elif record.facts.correction is not None:
             acts = False  # a file does not keep its factors
+        if kept is not None:
+            acts = acts and bool(kept[number])
+        elif record.facts.masks:
+            acts = False
         wrong += acts and bool(rows.tokens[number])
     return tally("idle", wrong, "no row left out that has an advantage", f"{wrong} of them")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from posttrain.balances.limits import UPDATE_LIMIT
 from posttrain.balances.record import OptimizerFacts, StepRecord
 
 LEAST_STEP, LARGEST_STEP = 1e-3, 30.0  # root mean square of a step of a weight, in learning rates
+NUM_EACH = 64  # sampled numbers of a tensor
+NUM_DIRECTIONS = 4
+OF_GRADIENTS, OF_STEPS = "gradient_along", "step_along"
 
 
 def read_update(record: StepRecord) -> Iterator[Reading]:
@@ -109,3 +112,39 @@ def update_gap(before: Tensor, found: Tensor, expected: Tensor) -> float:
     if float(size) == 0.0:
         return float(difference.sum() > 0)
     return float(difference.square().sum().sqrt() / size)
+
+
+def sampled(flat: Tensor) -> Tensor:
+    """Return the numbers of a flat tensor that a record is made of: about ``NUM_EACH``, evenly spaced."""
+    return flat[:: max(1, flat.numel() // NUM_EACH)]
+
+
+def along_directions(name: str, sample: Tensor) -> dict[str, float]:
+    """Return the products of S sampled numbers with a few directions of ±1, each divided by √S, by name.
+
+    Two samples that differ by a vector d differ in such a number by the size of d / √S, whatever d is (Johnson &
+    Lindenstrauss 1984): a few numbers tell whether a gradient is the one that was recorded.
+    """
+    scale = max(1, len(sample)) ** 0.5
+    products: dict[str, float] = {}
+    for number in range(NUM_DIRECTIONS):
+        products[f"{name}_{number}"] = float((_signs(len(sample), number) * sample).sum()) / scale
+    return products
+
+
+def _signs(count: int, number: int) -> Tensor:
+    """``float64 [count]`` of ±1 that look random; whole numbers mixed as in MurmurHash3 (Appleby 2011)."""
+    mixed = torch.arange(1, count + 1) * 0x9E3779B1 + number * 0x85EBCA6B
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = mixed & 0xFFFFFFFF
+        mixed = (mixed ^ (mixed >> 16)) * factor
+    mixed = mixed & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 13)) & 1).double() * 2.0 - 1.0
+
+
+def distance_along(name: str, one: Mapping[str, float], other: Mapping[str, float]) -> float | None:
+    """Return the root mean square of the differences along all directions; None where one has none."""
+    keys = [f"{name}_{number}" for number in range(NUM_DIRECTIONS)]
+    if not all(key in one and key in other for key in keys):
+        return None
+    return math.sqrt(math.fsum((one[key] - other[key]) ** 2 for key in keys) / len(keys))

@@ -26,6 +26,13 @@ class Formula:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskFacts(Formula):
+    """A mask; ``divisor``: the tokens that the means divide by, ``all`` or those that are ``kept``."""
+
+    divisor: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerFacts:
     """The optimizer and the course of its learning rate, as the recipe says; ``steps``: of the whole run."""
 
@@ -55,11 +62,12 @@ class SamplingFacts:
 
     rewards: weight of each part; None where it is not known. max_tokens, context: limits of an answer, and of prompt
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
-    every answer is trained on. redraws: further prompts replace groups of equal rewards. is_cut: of a part of the
-    distribution, where log-probabilities are of the whole; replays: where they are over the sets of the answers, of at
-    most most_kept tokens. turn_weight: of the rewards of turns. at_scored_temperature: the trainer scores at the
-    temperature of sampling. draws: False of an engine that answers from a script. keeps_unscored: an answer without a
-    reward is a row with the advantage 0; else it takes no part.
+    every answer is trained on. divides_all: answers that a limit cut off and that are masked count in means. redraws:
+    further prompts replace groups of equal rewards. is_cut: of a part of the distribution, where log-probabilities are
+    of the whole; replays: where they are over the sets of the answers, of at most most_kept tokens. turn_weight: of the
+    rewards of turns. at_scored_temperature: the trainer scores at the temperature of sampling. draws: False of an
+    engine that answers from a script. keeps_unscored: an answer without a reward is a row with the advantage 0; else it
+    takes no part.
     """
 
     num_prompts: int
@@ -71,6 +79,7 @@ class SamplingFacts:
     num_examples: int | None = None
     takes_all: bool = True
     masks_truncated: bool = False
+    divides_all: bool = False
     redraws: bool = False
     is_cut: bool = False
     replays: bool = False
@@ -100,6 +109,7 @@ class UpdateFacts:
     level: Literal["token", "row", "pair"] = "token"
     advantage: Formula | None = None
     correction: Formula | None = None
+    masks: tuple[MaskFacts, ...] = ()
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0

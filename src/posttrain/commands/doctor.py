@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options import CommandOptions, option
+from posttrain.commands.options import CommandOptions, option, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,20 +19,24 @@ if TYPE_CHECKING:
 EPILOG = """\
   fault        the records prove it: what was logged is not what they give
   level        often seen with trouble, no proof; the line says what decides
+  audit        numbers of the audited update that agree
   explanation  looks wrong and is not, or could not be read
 exit code: 1 if there is a fault, else 0; 2 if the run cannot be read
   posttrain doctor mine
   posttrain doctor runs/mine --json
+  posttrain doctor mine --audit 101    gradient and optimizer step of update 101 again, from the checkpoint of step 100
 """
 
 OPTIONS = CommandOptions(
     option("run", metavar="RUN", help="a run: finished, running or interrupted; it is only read"),
+    option("--audit", type=positive, metavar="STEP", help="compute this update again by plain code and compare"),
     usage="posttrain doctor RUN [options]",
     epilog=EPILOG,
 )
-STYLES = {"fault": "red", "level": "yellow", "explanation": "dim"}
+STYLES = {"fault": "red", "audit": "green", "level": "yellow", "explanation": "dim"}
 TITLES = {
     "fault": "faults",
+    "audit": "audit: computed again by plain code, and the same",
     "level": "levels (no proof of a fault)",
     "explanation": "no fault",
 }
@@ -47,7 +51,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from posttrain.terminal.console import open_console, print_json
 
     folder = find_run(arguments.runs_dir, arguments.run)
-    done = diagnose_run(folder)
+    done = diagnose_run(folder, arguments.audit)
     content = {
         "run": str(folder),
         "state": done.state,
@@ -93,6 +97,8 @@ def _print_finding(console: Console, one: RunFinding) -> None:
     if one.num_updates > 1:
         place = f"{place} and {one.num_updates - 1:,} more"
     say(console, f"  {one.check}{place}: expected {one.expected}, found {one.found}")
+    if one.kind == "audit":
+        return
     if one.kind == "explanation":
         say(console, f"    why: {one.decided_by}", "dim")
         return

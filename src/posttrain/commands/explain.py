@@ -25,7 +25,7 @@ from posttrain.other_names import OTHER_NAMES, answer_other_name, answer_spellin
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.inert import condition_of
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe, load_recipe
-from posttrain.recipes.sections import Component, RewardComponent, Section, task_components
+from posttrain.recipes.sections import Component, MaskComponent, RewardComponent, Section, task_components
 from posttrain.registry import ALL_KINDS, Entry, entries, find, kinds_of, suggest_key
 from posttrain.store.metric_names import METRICS, Metric, find_metric
 from posttrain.sweeps.file import training_recipe_names
@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "aggregation": ("aggregate", "the weights of the sum that is the loss"),
     "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
     "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
+    "mask": ("masks", "tokens that are left out of the policy's term, chosen over the whole batch of an update"),
     "reward": ("rewards", "a number for one completion"),
     "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
@@ -238,9 +239,10 @@ def section_keys() -> dict[str, Option]:
             above = ""
         for option in section_options(section):
             keys[f"{above}{option.name}"] = option
-    for option in section_options(RewardComponent):
-        if option.name != "name":
-            keys[f"rewards.0.{option.name}"] = option
+    for key, listed in (("rewards", RewardComponent), ("masks", MaskComponent)):
+        for option in section_options(listed):
+            if option.name != "name":
+                keys[f"{key}.0.{option.name}"] = option
     return keys
 
 

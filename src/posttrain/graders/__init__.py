@@ -1,1 +1,1 @@
-"""Graders and rewards: from a response and the reference answer to a verdict or a number."""
+"""Graders and rewards: compare responses with reference answers."""

@@ -1,7 +1,7 @@
-"""Reading answers out of text: numbers with their units, the last number, the last box.
+"""Parse answers out of text: numbers with units, the last number, the last box.
 
-Pure text functions, linear in the length of their input. Nothing is ever evaluated: a number is
-read by a fixed grammar into an exact ``Fraction``.
+Pure text functions, linear in input length. Nothing is evaluated: a fixed grammar turns numbers into exact
+``Fraction`` objects.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from fractions import Fraction
 from posttrain.graders.grading import Submission, is_blank
 from posttrain.graders.signs import fold_signs
 
-# Units, and nouns of things that are counted. A unit that only one of two answers states is forgiven, so this decides
-# what is right. Units are a list; of other nouns a plural is known by its form (``17 storks``), a singular by the
-# number before it (``1 robot``, ``1/2 pizza``). ``17 maybe``, ``17 no sixteen`` and ``17 wrong`` are no quantities.
+# Units and countable nouns. A unit stated by only one side is forgiven, so this list decides correctness. Known units
+# are listed; other nouns are recognized as plurals by their ending (``17 storks``) or as singulars by their number (``1
+# robot``, ``1/2 pizza``). ``17 maybe``, ``17 no sixteen`` and ``17 wrong`` are not quantities.
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Split a text into words."""
     return frozenset(text.split())
 
 
-# Words that make a number part of something larger, or that take it back: what they follow is no plain quantity.
+# Words that extend a number or take it back. A number followed by these is not a plain quantity.
 CONNECTIVES = frozenset(
     ("and", "or", "plus", "minus", "times", "over", "pi", "half", "halves", "third", "thirds", "quarter",
      "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh", "sevenths", "eighth", "eighths",
@@ -43,7 +43,7 @@ SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, 
 SHORT_UNITS = frozenset(
     ("cm", "mm", "km", "kg", "mg", "ml", "cl", "dl", "mi", "ft", "in", "lb", "oz", "hr", "am", "pm", "°", "th")
 )  # fmt: skip
-# Units by name. Behind a number without a space only these are units: anything else may be variables (2abc).
+# Named units. Directly attached to a number, only these are units: anything else may be variables (2abc).
 KNOWN_UNITS = SHORT_UNITS | frozenset(
     ("m", "g", "s", "h", "l", "k", "%", "cc", "mph", "kph", "sec", "min", "yd", "usd", "km/h", "m/s", "th", "pct",
      "square", "cubic", "sq", "cu", "per", "percent", "dollar", "cent", "euro", "pound", "degree", "deg", "unit",
@@ -51,7 +51,7 @@ KNOWN_UNITS = SHORT_UNITS | frozenset(
      "kilometer", "kilometre", "gram", "kilogram", "liter", "litre", "milliliter", "ounce", "ton", "acre", "gallon",
      "hour", "minute", "second", "day", "week", "month", "year", "people", "person", "point", "million", "billion")
 )  # fmt: skip
-# More units; nouns whose plural has another form; what is measured without a plural.
+# Further units, irregular plurals, and mass nouns.
 _NOUNS = word_set(
     """
     amp ampere amu atm bar bit bps btu bushel byte calorie cal carat celsius century coulomb cup decade decibel
@@ -68,7 +68,7 @@ _NOUNS = word_set(
     profit revenue income change tax interest discount deposit savings tip pair wpm ones offspring
     """
 )
-# What may stand instead of a unit: some of these alone (``17 left``), all of them with more (``17 per day``).
+# Words allowed in place of a unit: some by themselves (``17 left``), all of them with more words (``17 per day``).
 _ALONE = word_set(
     """
     total altogether overall combined together more fewer less left leftover remaining away apart later earlier ago old
@@ -93,7 +93,7 @@ _HEDGES = word_set(
 )
 MAX_WORDS = 12
 MAX_ADJECTIVES = 4
-# Spellings of one unit.
+# Alternative spellings of a unit.
 _UNIT_NAMES = {
     "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter", "kg": "kilogram", "g": "gram",
     "mg": "milligram", "ml": "milliliter", "l": "liter", "mi": "mile", "ft": "foot", "feet": "foot", "in": "inch",
@@ -105,14 +105,14 @@ _UNIT_NAMES = {
 
 
 def is_known_unit(word: str) -> bool:
-    """Return whether the word is the name of a common unit."""
+    """Check if a word is a common unit."""
     return word.lower() in KNOWN_UNITS or singular(word) in KNOWN_UNITS
 
 
 def is_unit(text: str, value: Fraction | None = None) -> bool:
-    """Return whether words after the number ``value`` name what it counts or measures: ``red marbles left``.
+    """Check if words following the number ``value`` name the things counted: ``red marbles left``.
 
-    One of the first words is a noun, or the first is one of ``left``, ``per``, ``in``, ...; none takes the number back.
+    Requires a noun early on, or a first word such as ``left``, ``per`` or ``in``. No word may take the number back.
     """
     words = [word.strip("'-").lower() for word in re.split(r"[\s/.]+", text.replace("°", " ° "))]
     words = [word for word in words if word]
@@ -163,7 +163,7 @@ def canonical_unit(unit: str) -> str:
 
 
 def singular(word: str) -> str:
-    """The word in lower case (one letter stays as it is), without a final s."""
+    """Lowercase a word and drop a final s. Single letters stay unchanged."""
     if len(word) > 1:
         lowered = word.lower()
     else:
@@ -173,7 +173,7 @@ def singular(word: str) -> str:
     return lowered
 
 
-MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
+MAX_NUMBER_CHARS = 400  # longer texts are not numbers; bounds digits and exponents
 MAX_EXPONENT = 400
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/])|[0-9]+)"
@@ -189,13 +189,13 @@ _POWER_OF_TEN = re.compile(
     r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:\\times|\\cdot|[*×·x])\s*)?10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([+-]?[0-9]+))"
 )
 _UNIT = re.compile(r"([A-Za-z°][A-Za-z° .'/-]*)(?:(?:\^\{?([23])\}?)|([²³]))?")
-# A number where it stands in prose, whole: nothing of it may be taken for a shorter number. So it also holds what
-# ``parse_quantity`` does not read (2^3, 12:30, 1.2.3): that is then no number, rather than another one.
+# Match complete numbers in prose, never part of a longer number. Therefore this also matches forms that
+# ``parse_quantity`` rejects (2^3, 12:30, 1.2.3): better no number than a wrong one.
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ \u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+"
 _EXPONENT = r"\{[^{}]{1,20}\}|\([^()]{1,20}\)|[+−-]?[0-9]+"
 _TIMES_TEN = r"\s{0,2}(?:\\times|\\cdot|[*×·x])\s{0,2}10"
 NUMBER = re.compile(
-    r"(?=[-−$€£0-9.\\^*])"  # at most places there is nothing more to try
+    r"(?=[-−$€£0-9.\\^*])"  # skips most positions quickly
     r"(?:(?<![\w)\]])[-−])?[$€£]?(?:"
     rf"(?<=[A-Za-z)\]}}])(?:\^|\*\*)\s?(?:{_EXPONENT})|"
     r"[0-9]{0,9}\s?\\[dtc]?frac\s?(?:\{[^{}]{1,50}\}|[0-9])\s?(?:\{[^{}]{1,50}\}|[0-9])|"
@@ -206,7 +206,7 @@ NUMBER = re.compile(
     r"(?:(?:\s[0-9]+)?\s?/\s?[0-9]+)?(?:\s(?:hundred|thousand|million|billion|trillion|dozen)s?\b)?"
     r"(?:\s?(?:[ckm]?m|ft|in)\s?(?:\^\s?\{?[23]\}?|[²³]))?%?)"
 )
-# A box, maybe escaped once too often, also around one number without braces (\boxed 7); an escaped sign; a brace.
+# A box, possibly double-escaped, or around a single number without braces (\boxed 7); an escaped sign; a brace.
 _BRACES = re.compile(
     r"\\{1,4}(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[+-]?[0-9]+(?:[.,][0-9]+)*)(?![\w{^/]))|\\.|[{}]", re.DOTALL
 )
@@ -227,10 +227,10 @@ _DRESS = (
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number with what stands behind it.
+    """A number with its unit.
 
-    ``percent``: a % sign, not divided by 100. ``marked``: the unit was marked as text (``5\\text{ m}``), so that it
-    cannot be a variable.
+    ``percent``: followed by a % sign; the number is not divided by 100. ``marked``: the unit was marked up as text
+    (``5\\text{ m}``), hence cannot be a variable.
     """
 
     value: Fraction
@@ -240,11 +240,11 @@ class Quantity:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    """Return the quantity that the whole ``text`` states, or None.
+    """Parse ``text`` as a single quantity, or None.
 
-    Understood: a sign, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed numbers, exponents
-    and powers of ten (up to 400), ``%``, scale words (``3 million``), a unit in words with maybe a power, a trailing
-    period, enclosing ``$…$`` or ``\\boxed{…}``.
+    Accepts signs, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed numbers, exponents and
+    powers of ten (up to 400), ``%``, scale words (``3 million``), unit words optionally with a power, a trailing
+    period, and enclosing ``$…$`` or ``\\boxed{…}``.
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
@@ -266,7 +266,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def _match_number(body: str) -> tuple[Fraction, int] | None:
-    """The number at the start of ``body`` and where it ends."""
+    """Parse a number at the beginning of ``body``. Returns (number, end position)."""
     if match := _POWER_OF_TEN.match(body):
         exponent = int(match[2] or match[3])
         if abs(exponent) <= MAX_EXPONENT:
@@ -326,24 +326,24 @@ def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quant
     unit = " ".join(singular(word) for word in words)
     if power := match[2] or {"²": "2", "³": "3"}.get(match[3]):
         unit = f"{unit}^{power}"
-        marked = marked or (match[3] is not None and is_known_unit(unit.partition("^")[0]))  # m² is no variable
+        marked = marked or (match[3] is not None and is_known_unit(unit.partition("^")[0]))  # m² cannot be a variable
     if currency and unit and unit != currency:
         unit = f"{currency} {unit}"
     return Quantity(value, unit=unit or currency, marked=marked)
 
 
 def same_quantity(gold: Quantity, answer: Quantity, tolerance: float = 0.0) -> bool:
-    """Return whether two quantities agree, by exact rational arithmetic.
+    """Check if two quantities agree, using exact rational arithmetic.
 
-    A unit that only one side states is forgiven, except one that may be a variable (``5x``, ``5 m``);
-    two units must agree. A ``%`` that only one side states may mean either reading (50 % = 50 = 0.5).
+    A unit stated by only one side is forgiven unless it could be a variable (``5x``, ``5 m``). If both sides have
+    units, they must match. A ``%`` stated by only one side allows either reading (50 % = 50 = 0.5).
     """
     if gold.unit and answer.unit:
         if canonical_unit(gold.unit) != canonical_unit(answer.unit):
             return False
     elif (unit := gold.unit or answer.unit) and not (gold.marked or answer.marked):
         symbol = unit.partition("^")[0]
-        if len(symbol) < 3 and symbol not in SHORT_UNITS and symbol[0] != "°":  # °C is no variable
+        if len(symbol) < 3 and symbol not in SHORT_UNITS and symbol[0] != "°":  # °C cannot be a variable
             return False
     limit = Fraction(tolerance)
     return any(abs(x - y) <= limit for x in _readings(gold, answer) for y in _readings(answer, gold))
@@ -356,7 +356,7 @@ def _readings(quantity: Quantity, other: Quantity) -> tuple[Fraction, ...]:
 
 
 def clean_answer(text: str) -> str:
-    """The text without typographic dress: outer ``$…$`` or box, ``\\text{}``, odd spaces and minus signs."""
+    """Strip typographic markup: outer ``$…$`` or box, ``\\text{}``, unusual spaces and minus signs."""
     cleaned = _GROUPING.sub(",", fold_signs(text).strip().rstrip(".").rstrip())
     for old, new in _DRESS:
         cleaned = cleaned.replace(old, new)
@@ -371,11 +371,10 @@ def clean_answer(text: str) -> str:
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Exact match of two answers that are no numbers.
+    """Exact match for non-numeric answers.
 
-    Both are cleaned (``clean_answer``). Two answers of letters and spaces, each longer than one
-    letter, compare without case and with single spaces; two JSON objects compare by their keys and values; all others
-    compare without any space that does not separate digits.
+    Both sides are cleaned first (``clean_answer``). Alphabetic answers longer than one letter ignore case and repeated
+    spaces. JSON objects are compared by keys and values. Anything else ignores spaces, except between digits.
     """
     if len(answer) > 2 * len(gold) + MAX_NUMBER_CHARS:
         return False
@@ -389,7 +388,7 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def _same_object(left: str, right: str) -> bool:
-    """Return whether both are the JSON text of one object, with its keys in any order."""
+    """Check if both sides encode the same JSON object, regardless of key order."""
     try:
         one = json.loads(left)
         other = json.loads(right)
@@ -399,7 +398,7 @@ def _same_object(left: str, right: str) -> bool:
 
 
 def without_spaces(text: str) -> str:
-    """The text without white space, except that between two digits, of which a mark stays (``4 2`` is not 42)."""
+    """Remove whitespace. Between two digits a marker is kept, so that ``4 2`` differs from 42."""
     return _SPACE.sub("", _BETWEEN_DIGITS.sub("\u2423", text.strip()))
 
 

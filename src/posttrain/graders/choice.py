@@ -1,4 +1,4 @@
-"""Multiple choice: the last letter that a response states, unless it is denied, joined to another or taken back."""
+"""Multiple choice: take the last letter stated, unless the response denies it, combines it or takes it back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from posttrain.graders.signs import fold_letters
 from posttrain.registry import register
 
 LETTERS = "ABCDEFGHIJ"
-MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
-TAIL_CHARS = 2_000  # of what follows a statement
+MAX_CHARS = 20_000  # read from the end of a response; conclusions do not come earlier
+TAIL_CHARS = 2_000  # max characters checked after a statement
 _BEFORE_CHARS = 80
 
-# A letter that is part of something longer (D-glucose, C++, F(x), A = 2) is none; B细胞 are cells.
+# Letters inside a longer token do not count: D-glucose, C++, F(x), A = 2. B细胞 means cells.
 _ALONE = r"(?![A-Za-z0-9'’#(]|[-_][A-Za-z0-9{]|\s*[=+^<>]|(?![因由])[\u3400-\u9fff])"
 _FILLER = (
     r"(?:[\s:=>*_`$\"'“‘]|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|(?i:for\s+sure|clearly|definitely|therefore|thus|"
     r"then|indeed|simply|probably|likely|actually|obviously|(?:the\s+)?(?:option|choice|letter|answer))\b){0,12}"
 )
 _IS = r"(?:\*\*|__|\")?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then\s+)?be\b|[:=]|→|->|[-–—]\s)"
-# "The answer is", "I choose", "My pick:", behind which a letter or the text of a choice stands.
+# "The answer is", "I choose", "My pick:", followed by a letter or a full choice.
 _HEAD = re.compile(
     r"(?i:\banswer(?:\s+choice|\s+to\s+(?:the|this)\s+(?:question|problem))?" + _IS + "|"
     r"\b(?:correct|right|best|my|the|final)\s+(?:(?:own|final|best)\s+)?"
@@ -32,7 +32,7 @@ _HEAD = re.compile(
 )
 _LETTER = re.compile(_FILLER + rf"(?:[(\[（]\s*([A-Ja-j])\s*[)\]）]|([A-J]){_ALONE})")
 _SMALL_LETTER = re.compile(r"[\s*_`$\"'“‘]{0,12}([a-j])(?=[.*_`$\"'”’]{0,6}\s*(?:\n|$))")  # behind a colon
-# "A cat", and not "A because".
+# Accept "A cat", reject "A because".
 _GOES_ON = re.compile(
     r"[ \t]+(?!(?:because|since|as|which|due|so|but|given|for|based|and|or|by|here|not|if|unless|else|maybe)\b)[a-z]",
     re.IGNORECASE,
@@ -43,7 +43,7 @@ _JUDGED = re.compile(  # "B is the answer", "Option (B) must be right"
     r"(?i:(?:correct|right|best)(?:\s{1,3}(?:answer|option|choice|one))?|answer|choice|pick|selection)\b"
     r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?:because|since|as|here)\b)"
 )
-# Sentences that conclude without the word answer: "It is B", "I believe it's B", "So C".
+# Conclusions phrased differently: "It is B", "I believe it's B", "So C".
 _CONCLUSION = re.compile(
     r"(?:^|[.!?;\n])[\s*_]{0,4}(?:(?i:(?:so|thus|hence|therefore|then|no|yes|wait|rather|actually|sorry|hmm|oh|but|and|"
     r"definitely|clearly|i(?:['’]d|\s{1,3}would)?\s{1,3}(?:\(?(?:personally|really|firmly|do|still|now)\)?\s{1,3})?"
@@ -54,7 +54,7 @@ _CONCLUSION = re.compile(
     r"(?i:(?:actually|really|clearly|therefore|thus|then|indeed|option|choice|letter)\s{1,3}){0,3}"
     r"[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!;\n]|$))"
 )
-# A line that begins with its answer: "B", "(b)", "B) the tide", "Option B.".
+# Lines starting with a label: "B", "(b)", "B) the tide", "Option B.".
 _SHORT = re.compile(
     r"(?i:(?:therefore|thus|hence|so)\b[,:]?\s*)?(?i:(?:the\s+)?(?:correct\s+|final\s+)?(?:option|choice|answer|letter)"
     r"\s*:?\s*)?(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;!\n。]|\s+(?:[-–—]\s|\()))[.):,;!。]?"
@@ -82,7 +82,7 @@ _RULED_OUT = re.compile(
     r"incorrect|false)(?!\w)|错",
     re.IGNORECASE,
 )
-# Words without contents: a sentence of these alone is about the answer, and not about the question.
+# Filler words. Sentences made up only of these talk about answering, not about the question.
 _EMPTY = word_set(
     """
     a again ah all also am and answer are at back be best better but change changed choice choose clear clearly correct
@@ -99,17 +99,18 @@ _DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
 
 @register("grader")
 def multiple_choice(submission: Submission) -> Verdict:
-    """Right if the letter that the response states last is that of the gold answer.
+    """Correct if the last stated letter matches the gold answer.
 
-    The answer is read in the answer tags or the last box, else in the response behind the thinking: as a letter
-    (``B``, ``(B)``, ``B) text``, ``Option B``), as the full text of a choice, or in a sentence (``the answer is (B)``,
-    ``answer: b``, ``my choice is B``, ``B is the answer``, ``答案是B``; at the end also ``It is B`` and ``So B``).
-    Letters are A to J, capitals save in brackets and behind a colon. No answer: another letter with it (``A or B``),
-    a letter that is a word (``A cat``), a label with another choice's text, an answer that is denied, reported or taken
-    back (``B. Wait, no.``), and thinking that never ends.
+    Searches answer tags, then the last box, then any text following the thinking. Accepted forms: a letter (``B``,
+    ``(B)``, ``B) text``, ``Option B``), the full text of a choice, or a sentence (``the answer is (B)``,
+    ``answer: b``, ``my choice is B``, ``B is the answer``, ``答案是B``; on the final line also ``It is B`` and
+    ``So B``). Letters range from A to J, uppercase except in brackets or following a colon.
 
-    ``meta["choices"]``, the texts in order, is optional; without it only letters are read. A response that answers at
-    once and then makes up further questions is graded by its first line.
+    Rejected: multiple letters (``A or B``), a letter used as a word (``A cat``), a label paired with a different
+    choice's text, answers that are denied, quoted or withdrawn (``B. Wait, no.``), and unfinished thinking.
+
+    ``meta["choices"]`` optionally lists choice texts in order; otherwise only letters are parsed. If a response
+    answers immediately and then invents further questions, only line one is graded.
     """
     listed = submission.meta.get("choices")
     if isinstance(listed, Mapping) and listed:
@@ -134,7 +135,7 @@ def multiple_choice(submission: Submission) -> Verdict:
 
 
 def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
-    """Return the letter of a gold answer: a letter (in front of its text), a choice's text, or a sentence with it."""
+    """Parse a gold answer into its letter: ``B``, ``B) text``, a choice's text, or a sentence containing one."""
     text = gold.strip()
     if match := re.match(r"[(\[]?([A-J])(?:[)\].:]|\s|$)", text):
         return match[1]
@@ -151,7 +152,7 @@ def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
 
 
 def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
-    """Return the letter that a text chooses, or None where it names none or more than one."""
+    """Find the single letter chosen by a text, or None if it chooses zero or multiple."""
     if by_text := _letter_of_text(text, choices):
         return by_text
     lines = text.strip().splitlines()
@@ -172,12 +173,12 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
 
 
 def _is_denied(text: str, start: int) -> bool:
-    """Return whether what is before a statement makes it none."""
+    """Check if words preceding a statement invalidate it."""
     return _DENIED.search(text[max(0, start - _BEFORE_CHARS) : start]) is not None
 
 
 def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield where the sentences that state an answer begin and end, and their letters."""
+    """Yield (start, end, letters) for each sentence stating an answer."""
     for head in _HEAD.finditer(text):
         if _is_denied(text, head.start()):
             continue
@@ -199,7 +200,7 @@ def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, s
 
 
 def _choice_of_line(line: str, choices: Sequence[str]) -> tuple[int, str] | None:
-    """The length and the letter of a choice's text that a line, or its first sentence, consists of."""
+    """Match a line, or its opening sentence, against choice texts. Returns (length, letter)."""
     for stated in (line, re.split(r"[.;!]\s", line)[0]):
         letter = _letter_of_text(stated, choices)
         if letter is not None:
@@ -208,7 +209,9 @@ def _choice_of_line(line: str, choices: Sequence[str]) -> tuple[int, str] | None
 
 
 def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield the first and the last line where they begin with an answer; lines of several labels are a list."""
+    """Yield first and last lines that begin with a label. Lines listing multiple labels are treated as a list and
+    skipped.
+    """
     lines = [match for match in re.finditer(r"[^\n]+", text) if match[0].strip()]
     num_bare = len({_bare(line[0]) for line in lines} - {None})
     num_labels = len({_label(line[0]) for line in lines} - {None})
@@ -227,7 +230,7 @@ def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str
             continue
         letter = _letter(match)
         rest = _plain(plain[match.end() :])
-        if rest and choices and LETTERS.index(letter) >= len(choices):  # the E of "E. coli"
+        if rest and choices and LETTERS.index(letter) >= len(choices):  # skip the E in "E. coli"
             continue
         end = line.end()
         inside = line[0].find(plain)
@@ -237,13 +240,13 @@ def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str
 
 
 def _stands(letter: str, tail: str, choices: Sequence[str]) -> bool:
-    """Return whether what follows a statement leaves it standing."""
+    """Check if a statement survives the text following it."""
     first_line, _, further_lines = tail.partition("\n")
     line = _plain(re.sub(r"^[\s.):,;\]]*(?:[-–—]\s+)?", "", first_line))
     owners = [own for own, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == line]
     if owners:
         if letter not in owners:
-            return False  # the label of one choice with the text of another
+            return False  # label and text belong to different choices
         tail = "\n" + further_lines
     if tail[:1] in ("?", "？"):
         return False
@@ -252,7 +255,7 @@ def _stands(letter: str, tail: str, choices: Sequence[str]) -> bool:
 
 
 def _takes_back(letter: str, sentence: re.Match[str], is_first: bool) -> bool:
-    """Return whether a sentence after a statement of ``letter`` denies it, doubts it, or names another letter."""
+    """Check if a sentence following the statement of ``letter`` denies it, doubts it, or names a different letter."""
     text = _REASON.split(sentence[1])[0]
     words = [word.lower().replace("’", "'") for word in _WORD.findall(text)]
     others = {match[1] for match in _OTHER.finditer(text)} - {letter}
@@ -269,17 +272,17 @@ def _takes_back(letter: str, sentence: re.Match[str], is_first: bool) -> bool:
 
 
 def _is_about_answer(words: Sequence[str]) -> bool:
-    """Return whether words have no contents, so that they are about the answer and not about the question."""
+    """Check if words are pure filler, hence unrelated to the question."""
     return all(word in _ABOUT_ANSWER or (len(word) == 1 and word.upper() in LETTERS) for word in words)
 
 
 def _letter(match: re.Match[str]) -> str:
-    """Return the letter in the last group of a match."""
+    """Extract the letter captured by a match's last group."""
     return str(match[match.lastindex or 0]).upper()
 
 
 def _bare(line: str) -> str | None:
-    """Return the letter of a line that is nothing else."""
+    """Parse a line consisting solely of a label."""
     match = _SHORT.fullmatch(_undress(line))
     if match:
         return _letter(match)
@@ -294,7 +297,7 @@ def _label(line: str) -> str | None:
 
 
 def _letter_of_text(text: str, choices: Sequence[str]) -> str | None:
-    """Return the letter of the one choice whose text this is; a text of one letter is read as a label."""
+    """Find the only choice with this text. Single-letter texts are parsed as labels."""
     wanted = _plain(text)
     if len(wanted) < 2 and not wanted.isdigit():
         return None

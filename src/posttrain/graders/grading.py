@@ -1,7 +1,7 @@
-"""Input and output of graders.
+"""Input and output types for graders.
 
-A grader is a function of a ``Submission``; its keyword-only parameters are its options. One that is registered with
-``batched=True`` takes a sequence and gives as many verdicts, in order. Each example names the grader of its task.
+A grader maps a ``Submission`` to a verdict; keyword-only parameters are its options. Graders registered with
+``batched=True`` map a sequence of submissions to verdicts in order. Each example names its task's grader.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Literal
 
 from posttrain.registry import find, register
 
-# ``ungraded``: the example has nothing to grade against. ``timeout`` and ``crash``: the grader was stopped, or
-# died, while it looked at this submission; both count as not right, and both are counted.
+# ``ungraded``: nothing to grade against. ``timeout`` and ``crash``: the grader was killed or died on this submission.
+# These count as incorrect and are reported separately.
 Outcome = Literal["right", "wrong", "no_answer", "ungraded", "timeout", "crash"]
 FAILURES: tuple[Outcome, ...] = ("timeout", "crash")
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One completion as a grader sees it.
+    """A completion to be graded.
 
-    ``text`` is the template's opening and the completion, never the prompt; ``extracted`` the answer that the
-    template's rule finds in it, or None; ``answer`` the gold answer, or None; ``meta`` the example's further facts.
+    ``text`` is the template's opening plus the completion, without the prompt. ``extracted`` is the answer found by
+    the template's rule, or None. ``answer`` is the gold answer, or None. ``meta`` holds further example fields.
     """
 
     text: str
@@ -37,10 +37,10 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The finding of a grader.
+    """A grader's result.
 
-    ``extracted``: the graded answer, where the grader read the text by a rule of its own (None: that of the
-    submission). ``info``: further numbers, recorded next to the rewards; a grader always gives the same names.
+    ``extracted``: the graded answer, if found by the grader's own rule (None: use the submission's). ``info``: further
+    numbers recorded with rewards; a grader always reports the same names.
     """
 
     outcome: Outcome
@@ -49,19 +49,19 @@ class Verdict:
 
     @property
     def value(self) -> float:
-        """1 for a right answer, else 0."""
+        """1 if correct, else 0."""
         return float(self.outcome == "right")
 
     def __bool__(self) -> bool:
-        """Return True for a right answer."""
+        """Check if the answer is correct."""
         return self.outcome == "right"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReward:
-    """A reward that is a number, with further numbers (as ``Verdict.info``).
+    """A numeric reward, with further numbers as in ``Verdict.info``.
 
-    ``failure``: the answer could not be measured; it is the outcome of an answer that nothing else grades.
+    ``failure``: measuring failed; becomes the outcome if no other grader ran.
     """
 
     value: float
@@ -70,11 +70,11 @@ class MeasuredReward:
 
 
 def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, object] | None = None) -> list[Verdict]:
-    """The verdicts of the grader ``name``, in order.
+    """Grade submissions with grader ``name``, in order.
 
     Raises:
         UnknownComponent: no such grader.
-        RecipeError: an option that it does not have.
+        RecipeError: unknown option.
     """
     entry = find("grader", name, "grader")
     function = entry.bind(options or {}, "grader")
@@ -89,18 +89,18 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, ob
 # Categories of characters without ink: controls, formats (zero-width space, byte order mark), surrogates, private and
 # unassigned characters, separators; marks, which are seen only on a letter.
 _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Mc", "Me"))
-# Of other categories and yet without ink: Hangul fillers, the Braille cell without dots, a note without a head, and
-# what stands for an object or for bytes that are no text.
+# Invisible characters from other categories: Hangul fillers, the empty Braille cell, a null notehead, object and byte
+# placeholders.
 _WITHOUT_INK = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
 
 
 def is_blank(text: str) -> bool:
-    """Return whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
+    """Check if a text is blank: empty, or only spaces, control characters, marks and fillers."""
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
 
 
 def texts_of(listed: object) -> tuple[str, ...] | None:
-    """Return a list of texts or numbers as texts, also where it stands as JSON text; None where it is none."""
+    """Parse a list of texts or numbers, given directly or as JSON. None if it is neither."""
     if isinstance(listed, str) and listed.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             listed = json.loads(listed)
@@ -120,14 +120,14 @@ def _gold_answers(submission: Submission) -> tuple[str | None, ...]:
 
 @register("grader", batched=True)
 def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list[Verdict]:
-    """Right if the answer equals any of the gold answers in ``meta["answers"]``.
+    """Correct if the answer matches any gold answer in ``meta["answers"]``.
 
-    ``right = max_k 1[mode(completion, gold_k) = right]``. Where none is equal, a grading that had to be stopped is
-    what is reported, so that it is counted. Without ``meta["answers"]`` the one gold answer counts. Answers are a list
-    of texts or numbers (or its JSON text), or one of them; anything else is ungraded.
+    ``right = max_k 1[mode(completion, gold_k) = right]``. If nothing matches, aborted gradings are reported as such.
+    Without ``meta["answers"]``, falls back to the single gold answer. Accepts a list of texts or numbers, its JSON
+    text, or a single value; anything else is ungraded.
 
     Args:
-        mode: the grader that compares with each of them.
+        mode: grader used for each comparison.
     """
     golds = [_gold_answers(submission) for submission in submissions]
     to_grade = []

@@ -1,4 +1,4 @@
-"""Exact answers: numbers as exact fractions, anything else as text. Nothing is ever evaluated."""
+"""Exact answers: numbers as exact fractions, anything else as text. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
     re.IGNORECASE,
 )
-_MAX_NAMED_CHARS = 500  # a longer text is no name and number
+_MAX_NAMED_CHARS = 500  # longer texts cannot be a name with a number
 _NAMED = re.compile(r"\\?[(\[$]*\s*([A-Za-z][A-Za-z0-9_{}']{0,20}(?:\([A-Za-z]\))?)\s*=(?=[^=<>]*$)")
 
 
 @register("grader")
 def numeric(submission: Submission, *, tolerance: Annotated[float, Range(ge=0)] = 0.0) -> Verdict:
-    """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
+    """Correct if the extracted answer equals the gold number: ``|x − y| ≤ tolerance``.
 
-    x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
-    words, ``a/b``, mixed numbers; see ``graders.answers``), maybe behind "the answer is" or a name (``x = 12``). A gold
-    answer that is no number is compared as text. Fast, and linear in the length of the text.
+    Both sides are parsed into exact fractions (thousands separators, currency signs, %, units in words, ``a/b``,
+    mixed numbers; see ``graders.answers``), optionally following "the answer is" or a name (``x = 12``). Non-numeric
+    gold answers are compared as text. Fast: linear in text length.
 
     Args:
-        tolerance: the largest absolute difference that still counts as equal.
+        tolerance: largest absolute difference still accepted.
     """
     if submission.answer is None:
         return Verdict("ungraded")
@@ -47,7 +47,7 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Range(ge=0)] 
 
 
 def _without_name(text: str) -> str:
-    """``12`` of ``x = 12`` and ``$x = 12$``; other text as it stands."""
+    """Strip a name: ``12`` from ``x = 12`` or ``$x = 12$``. Other text is unchanged."""
     named = _NAMED.match(text[:_MAX_NAMED_CHARS])
     if named:
         return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$")
@@ -56,7 +56,7 @@ def _without_name(text: str) -> str:
 
 @register("grader")
 def exact(submission: Submission) -> Verdict:
-    """Right if the extracted answer is the gold answer as text: without outer dress, and for words without case.
+    """Correct if the extracted answer equals the gold answer as text, ignoring markup and letter case.
 
     See ``graders.answers.same_text``.
     """
@@ -69,11 +69,11 @@ def exact(submission: Submission) -> Verdict:
 
 @register("reward")
 def is_number(extracted: str | None) -> float:
-    """1 if there is an extracted answer and it states one number (a unit is allowed), else 0.
+    """1 if the extracted answer is a single number (units allowed), else 0.
 
-    ``r = 1[extracted is a quantity]``. It teaches the answer's kind before any answer is right.
+    ``r = 1[extracted is a quantity]``. Teaches the answer type before any answer is correct.
 
-    Source: the integer reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
+    Source: integer reward from widely shared GSM8K GRPO notebooks, without their weight of 0.5.
     """
     if extracted is not None and parse_quantity(extracted) is not None:
         return 1.0

@@ -1,9 +1,9 @@
-"""Rewards, and how they are called: each asks by parameter name for what it reads.
+"""Rewards and how to call them. Parameter names select the inputs a reward receives.
 
-A reward is any function that returns a number, a ``Verdict`` or ``MeasuredReward``. Its positional parameters are
-names from ``AVAILABLE``; its keyword-only parameters are options of the recipe. One that is registered with
-``batched=True`` is called once for many completions: each parameter is then a sequence, and so is the result. One in
-TRL's form (``column_rewards.py``) is called so, too. Asynchronous ones are awaited, all at the same time.
+A reward is any function returning a number, a ``Verdict`` or a ``MeasuredReward``. Positional parameters are names
+from ``AVAILABLE``; keyword-only parameters are recipe options. With ``batched=True`` a reward is called once per
+batch: each parameter is a sequence, and so is the result. TRL's form (``column_rewards.py``) is supported too.
+Asynchronous rewards run concurrently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
 from posttrain.types import TRUNCATED, Turn
 
-# What a reward may ask for, with its meaning.
+# Inputs available to rewards, with their meaning.
 AVAILABLE: dict[str, str] = {
     "prompt": "the rendered prompt (str)",
     "text": "the graded text: the template's opening and the completion (str)",
@@ -55,14 +55,14 @@ AVAILABLE: dict[str, str] = {
 }
 
 RewardResult = float | Verdict | MeasuredReward
-MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
+MAX_REWARD = 1e15  # its square still fits into fp32, the dtype of advantages and values
 
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward with its options filled in and its parameters checked.
+    """A reward with bound options and checked parameters.
 
-    ``batched``: it is called once for many completions. ``may_skip``: it is in TRL's form, and may return None.
+    ``batched``: called once for many completions. ``may_skip``: in TRL's form, so that it may return None.
     """
 
     name: str
@@ -72,7 +72,7 @@ class BoundReward:
     may_skip: bool = False
 
     def __call__(self, available: Mapping[str, object], example_id: str = "") -> float:
-        """The reward for one completion; see ``grade``."""
+        """Compute the reward for a single completion; see ``grade``."""
         reward = self.grade([available], [example_id])[0]
         assert reward is not None, "one in TRL's form is called for many"
         if isinstance(reward, float):
@@ -141,7 +141,7 @@ class BoundReward:
         return self._place()
 
     def _place(self, example_id: str = "") -> str:
-        """The reward and the example, for messages."""
+        """Name the reward and the example, for error messages."""
         if not example_id:
             return f"reward {self.name!r}"
         return f"reward {self.name!r}, example {example_id!r}"
@@ -165,7 +165,7 @@ class BoundReward:
         try:
             return self.function(**arguments)
         except PosttrainError:
-            raise  # it says already what is wrong and what would work
+            raise  # already explains what is wrong and how to fix it
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
             raise _failure(error, place) from error
 
@@ -239,13 +239,13 @@ def _with_awaited(values: Any, awaited: Mapping[int, object]) -> Any:
 
 
 def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, where: str = "") -> BoundReward:
-    """Fill in the recipe's options and check that the reward asks only for what there is.
+    """Bind recipe options and check that every requested input exists.
 
-    ``where``: the recipe's key (``rewards.0``), for messages.
+    ``where``: recipe key (``rewards.0``), for error messages.
 
     Raises:
-        RecipeError: an option is unknown, missing or of the wrong type.
-        UsageError: a parameter of the function is nothing that can be provided.
+        RecipeError: unknown, missing or badly typed option.
+        UsageError: the function requests an unknown input.
     """
     bound = reward.bind(options or {}, where)
     if (prepare := reward.traits.get("prepare")) is not None:
@@ -257,12 +257,12 @@ def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, wher
 
 
 def reward_parts(components: Sequence[RewardComponent], template: str, *, has_tags: bool) -> list[str]:
-    """The names of a recipe's rewards, which a run with this prompt template can compute; nothing is loaded for it.
+    """List the names of a recipe's rewards, checking that this prompt template supports them. Loads nothing.
 
-    A name that stands twice gets a number behind it. ``correct`` and the format are reported in every run.
+    Duplicate names get a number appended. ``correct`` and the format reward are reported in every run.
 
     Raises:
-        UsageError: a reward asks for something that there is not, such as the tags of a template without tags.
+        UsageError: a reward needs something unavailable, such as tags from a template without tags.
     """
     names: list[str] = []
     for index, component in enumerate(components):
@@ -286,7 +286,7 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
 
 
 def format_part(template: str, *, has_tags: bool) -> str | None:
-    """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
+    """Look up the reward measuring the template's format, or None if it has no format."""
     if has_tags:
         return "xml_format"
     if template == "boxed":
@@ -297,7 +297,7 @@ def format_part(template: str, *, has_tags: bool) -> str | None:
 def _requested_arguments(
     name: str, function: Callable[..., Any], where: str, bound: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """The names that the function asks for, next to those that are ``bound`` already."""
+    """List inputs requested by the function, besides those already ``bound``."""
     place = f"{where}: " if where else ""
     if inspect.isclass(function):
         raise UsageError(
@@ -320,7 +320,7 @@ def _requested_arguments(
             )
         has_default = parameter.default is not inspect.Parameter.empty
         if has_default and parameter.name not in AVAILABLE and not suggest(parameter.name, AVAILABLE):
-            continue  # it keeps its default, as in lambda text, n=n: ...
+            continue  # keeps its default, as in lambda text, n=n: ...
         if parameter.name not in AVAILABLE:
             raise UsageError(
                 f"{place}reward {name!r} asks for {parameter.name!r}, which is not available."
@@ -388,19 +388,19 @@ def correct(
     mode: str | dict[str, Any] = "auto",
     tolerance: Annotated[float, Field(ge=0)] = 0.0,
 ) -> list[Verdict]:
-    """1 if the answer equals the gold answer, else 0; also 0 without an answer or gold, or if grading was stopped.
+    """1 if the answer matches the gold answer, else 0. Also 0 if either is missing or grading was aborted.
 
     ``r = 1[grader(completion, gold) = right]``.
 
     Args:
-        mode: ``auto`` is the grader that the task names; or a grader's name, or a mapping with ``name`` and options
+        mode: ``auto`` uses the task's grader. Otherwise a grader name, or a mapping with ``name`` and options
             (``{name: multiple_choice}``). `posttrain explain grader` lists them.
-        tolerance: for graders of numbers, the largest absolute difference that still counts as equal.
+        tolerance: for numeric graders, the largest absolute difference still accepted.
 
-    Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+    Source: accuracy reward in DeepSeek-R1 (Guo et al. 2025, arXiv 2501.12948), section 2.2.2.
 
     Raises:
-        RecipeError: a tolerance, and a grader that has none.
+        RecipeError: ``tolerance`` given for a grader without one.
     """
     options: dict[str, Any] = {}
     if tolerance:
@@ -424,19 +424,18 @@ def correct(
 
 @register("reward")
 def boxed_format(text: str) -> float:
-    """1 if the text has a complete ``\\boxed{…}`` in which something can be seen, else 0."""
+    """1 if the text contains a complete, non-blank ``\\boxed{…}``, else 0."""
     return float(not is_blank(last_boxed(text) or ""))
 
 
 @register("reward")
 def xml_format(text: str, tags: tuple[str, ...]) -> float:
-    """1 if the text is exactly one reasoning block followed by exactly one answer block, else 0.
+    """1 if the text is exactly one reasoning block followed by one answer block, else 0.
 
-    ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks stands once, and
-    something can be seen in the answer. The reasoning may be empty. Text before, between or after the blocks, repeated
-    or reversed tags give 0.
+    ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is whitespace, each tag appears once, and the answer is not
+    blank. Reasoning may be empty. Text before, between or after these blocks, repeated tags or reversed tags give 0.
 
-    Source: the format reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+    Source: format reward in DeepSeek-R1 (Guo et al. 2025, arXiv 2501.12948), section 2.2.2.
 
     Raises:
         UsageError: the template has no tags.
@@ -451,12 +450,11 @@ def xml_format(text: str, tags: tuple[str, ...]) -> float:
 
 @register("reward")
 def xml_soft(text: str, tags: tuple[str, ...]) -> float:
-    """1 if a reasoning block followed by an answer block stands anywhere in the text, else 0.
+    """1 if a reasoning block followed by an answer block appears anywhere in the text, else 0.
 
-    ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``, with something to be seen in the answer; more text and more
-    blocks may stand around.
+    ``r = 1[text contains <r> … </r> ␣ <a> … </a>]`` with a non-blank answer. Additional text and blocks are allowed.
 
-    Source: the soft format reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
+    Source: soft format reward from widely shared GSM8K GRPO notebooks, without their weight of 0.5.
 
     Raises:
         UsageError: the template has no tags.
@@ -476,16 +474,16 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
 
 @register("reward")
 def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Field(ge=0)] = 0.002) -> float:
-    """A quarter for each of the four marks that stands exactly once, less a little per trailing character.
+    """A quarter per tag that appears exactly once, minus a small penalty per trailing character.
 
-    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)``, n characters after the answer block but for white space
-    at the end. It never looks at what stands between the marks: an empty answer loses nothing.
+    ``r = max(0, (1/4) Σ 1[tag appears once] − trailing · n)``, where n counts characters following the answer block,
+    excluding final whitespace. Tag contents are ignored: an empty answer costs nothing.
 
     Args:
-        trailing: the deduction per character behind ``</answer>``.
+        trailing: penalty per character following ``</answer>``.
 
-    Source: the count reward of the widely shared GSM8K GRPO notebooks (0.125 per mark, 0.001 per character), scaled to
-    1. Departure: never below 0.
+    Source: tag count reward from widely shared GSM8K GRPO notebooks (0.125 per tag, 0.001 per character), rescaled to
+    1. Departure: never negative.
 
     Raises:
         UsageError: the template has no tags.
@@ -517,17 +515,17 @@ def overlong(
 ) -> float:
     """0 up to ``limit − cache`` tokens, then falling linearly to −1 at ``limit``.
 
-    With L tokens (the end token included)::
+    With L tokens, end token included::
 
         r = 0                             L ≤ limit − cache
         r = (limit − cache − L) / cache   limit − cache < L ≤ limit
         r = −1                            L > limit
 
     Args:
-        limit: L_max, the length that is punished in full; usually ``rollout.max_tokens``.
-        cache: L_cache, the width of the soft margin below it.
+        limit: L_max, the length with full penalty; usually ``rollout.max_tokens``.
+        cache: L_cache, the width of the soft interval below it.
 
-    Source: soft overlong punishment, DAPO (Yu et al. 2025), equation 13.
+    Source: soft overlong punishment, DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13.
 
     Raises:
         UsageError: ``cache`` is larger than ``limit``.
@@ -541,12 +539,11 @@ def overlong(
 
 @register("reward")
 def truncated(finish: str) -> float:
-    """−1 for a completion that a limit cut off, 0 for one that came to its end.
+    """−1 for truncated completions, otherwise 0.
 
-    The flat penalty, whatever the limit: of tokens (``length``), turns (``out_of_turns``) or the seconds of a call
-    (``tool_failed``).
+    Flat penalty for any limit: tokens (``length``), turns (``out_of_turns``) or tool time-outs (``tool_failed``).
 
-    Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
+    Source: the "punitive reward to truncated samples" that DAPO starts from (Yu et al. 2025, section 3.4).
     """
     if finish in TRUNCATED:
         return -1.0
@@ -555,10 +552,10 @@ def truncated(finish: str) -> float:
 
 @register("reward")
 def environment(environment_reward: float | None) -> float:
-    """Return the environment's ``get_reward()`` at the end of the episode.
+    """The environment's ``get_reward()`` at episode end.
 
     Raises:
-        RewardFailure: the recipe has no environment, or one without ``get_reward``.
+        RewardFailure: the recipe has no environment, or its environment has no ``get_reward``.
     """
     if environment_reward is None:
         raise RewardFailure("reward environment: there is no environment with get_reward; name one in the recipe")
@@ -567,15 +564,15 @@ def environment(environment_reward: float | None) -> float:
 
 @register("reward")
 def tool_calls(turns: Sequence[Turn]) -> float:
-    """The number of calls of tools, the malformed ones included; with a negative weight they cost something."""
+    """Number of tool calls, malformed ones included. A negative weight makes calls expensive."""
     return float(sum(len(turn.calls) for turn in turns))
 
 
 @register("reward")
 def turn_rewards(turns: Sequence[Turn]) -> float:
-    """The sum of what the environment's ``get_turn_reward()`` said behind each turn.
+    """Sum of the environment's ``get_turn_reward()`` over turns.
 
-    Advantages per completion see the sum. ``turn_normalized``, and those per token (``return_to_go``, ``gae``), see
-    each at the last token of its turn; all other rewards are paid at the end.
+    Advantages per completion use this sum. ``turn_normalized`` and per-token advantages (``return_to_go``, ``gae``)
+    credit each turn's reward at its last token. All other rewards are credited at the end.
     """
     return sum(turn.reward or 0.0 for turn in turns)

@@ -1,7 +1,7 @@
-"""Tasks that bring their own scorer: as a reward with partial credit, and as a grader.
+"""Tasks with a custom scorer: as a reward with partial credit, and as a grader.
 
-A scorer of a library (``WorkerScorer``) runs in processes that can be killed, since a model may write anything. A plain
-function, ``meta["score"]`` of a user's own task, is called as it is.
+Library scorers (``WorkerScorer``) run in killable processes, since a model may write anything. A user task's plain
+function, ``meta["score"]``, is called directly.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ GoldScorer = WorkerScorer | Callable[[str], float]
 
 @register("reward", batched=True)
 def task_score(extracted: Sequence[str | None], meta: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The task's own score of the extracted answer, usually in [0, 1]; 0 without an answer.
+    """The task's score for the extracted answer, usually in [0, 1]. 0 without an answer.
 
-    ``r = meta["score"](extracted)``. For tasks whose questions have several right answers; the
-    task ``reasoning_gym`` puts the scorer of its data set there. A scorer that raises or has to be stopped gives 0;
-    the grader ``scored`` records which of both.
+    ``r = meta["score"](extracted)``. For questions with multiple correct answers; ``reasoning_gym`` stores its data
+    set's scorer there. If scoring fails or is aborted, the score is 0; the grader ``scored`` records which.
 
-    Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
+    Source: reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), ``score_answer``.
 
     Raises:
-        UsageError: the task brings no scorer.
+        UsageError: the task has no scorer.
     """
     if any(one.get("score") is None for one in meta):
         raise UsageError("reward task_score: this task brings no scorer of its own; use the reward 'correct'")
@@ -51,12 +50,12 @@ def task_score(extracted: Sequence[str | None], meta: Sequence[Mapping[str, Any]
 
 @register("grader", batched=True)
 def scored(submissions: Sequence[Submission]) -> list[Verdict]:
-    """Right if the task's own scorer gives the extracted answer its full score, 1.
+    """Correct if the task's scorer gives the extracted answer full score, 1.
 
-    ``meta["score"]`` is the scorer. The score is recorded as the fact ``task_score``. A scorer that raises is a
-    ``crash``, one that has to be stopped a ``timeout``; both count as not right.
+    ``meta["score"]`` is the scorer. Its score is recorded as ``task_score``. A scorer that raises gives ``crash``,
+    one that must be killed gives ``timeout``; both count as incorrect.
 
-    Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
+    Source: reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), ``score_answer``.
     """
     results = score_answers([(one.meta.get("score"), one.extracted) for one in submissions])
     verdicts = []
@@ -83,10 +82,10 @@ def _score(result: WorkerResult | None) -> float:
 
 
 def score_answers(to_score: Sequence[tuple[GoldScorer | None, str | None]]) -> list[WorkerResult | None]:
-    """The result of scoring each answer, in order: its ``value`` is the score, a float.
+    """Score answers in order; ``value`` holds the score as a float.
 
-    None of a blank answer, and without a scorer. Equal answers to the same question are scored once. A plain function
-    may raise what it likes.
+    Blank answers and missing scorers give None. Identical answers to the same question are scored once. Plain
+    functions may raise anything.
     """
     outcomes: list[WorkerResult | None] = [None] * len(to_score)
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}

@@ -1,4 +1,4 @@
-"""Digits and signs of other scripts in plain ASCII: full-width forms, Arabic-Indic digits, ..."""
+"""Convert digits and signs from other scripts to ASCII: full-width forms, Arabic-Indic digits, ..."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 _OFFSET = 0xFEE0  # from a full-width form to the character of ASCII
-# Signs of numbers. The full-width comma is missing, which mostly parts what is listed, and the tilde, which is a range.
+# Number signs. Omits the full-width comma, usually a list separator, and the tilde, which denotes ranges.
 _SIGNS = str.maketrans(
     {
         **{chr(ord(sign) + _OFFSET): sign for sign in "+-.%/:()$"},
@@ -15,14 +15,14 @@ _SIGNS = str.maketrans(
     }
 )  # fmt: skip
 _LETTERS = str.maketrans({chr(code + _OFFSET): chr(code) for code in range(ord("!"), ord("~"))})
-_DIGIT = re.compile("(?![0-9\U0001d7ce-\U0001d7ff])\\d")  # ornaments such as bold digits are no script
-# A comma between full-width digits parts thousands where three digits follow it; any other parts what is listed.
+_DIGIT = re.compile("(?![0-9\U0001d7ce-\U0001d7ff])\\d")  # skip ornamental digits such as bold ones
+# Between full-width digits, a comma followed by three digits separates thousands. Any other comma separates list items.
 _THOUSANDS = re.compile(r"(?<=[０-９])，(?=[０-９]{3}(?![０-９]))")
 _COMMA = re.compile("[，،]")
 
 
 def fold_signs(text: str) -> str:
-    """Return the text with the digits of every script and the signs of numbers as ASCII; letters stay."""
+    """Convert digits of every script and number signs to ASCII. Letters are unchanged."""
     if text.isascii():
         return text
     text = _COMMA.sub(", ", _THOUSANDS.sub(",", text)).translate(_SIGNS)
@@ -30,7 +30,7 @@ def fold_signs(text: str) -> str:
 
 
 def fold_letters(text: str) -> str:
-    """Return the text as ``fold_signs`` does, with full-width letters and brackets as ASCII, too."""
+    """Like ``fold_signs``, also converting full-width letters and brackets."""
     if text.isascii():
         return text
     return fold_signs(text).translate(_LETTERS)

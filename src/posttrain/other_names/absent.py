@@ -4,10 +4,7 @@ from __future__ import annotations
 
 # Options.
 OPTIONS = {
-    "every token of a completion is trained": "top_entropy_quantile num_loss_tokens_to_skip entropy_quantile",
-    "correction icepop and objectives cispo and sapo bound large ratios in other ways": (
-        "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
-    ),
+    "every token of a completion is trained": "num_loss_tokens_to_skip",
     "every pair weighs the same; objective: robust_dpo is for noisy labels": ("use_weighting dpo_use_weighting"),
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
         "loss_weights dpo_loss_weights ptx_coef enable_channel_loss preference_loss_weight"
@@ -294,7 +291,7 @@ METHODS = {
         "the nearest are the objectives grpo, gspo, cispo, gmpo, sapo and ppo, or a function of your own as "
         "objective: module:function"
     ): (
-        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo clip_cov kl_cov opo gpg "
+        "tvpo gfpo a2po vespo sgpo srpo gtpo fspo arpo cppo lcpo luspo opo gpg "
         "gspo_plus scaf_grpo treepo cgpo kpo grpo++ grpo_s grpo_lead tpo_rl vineppo vapo prime remax raft raft++ "
         "bnpo async_grpo ftpo drpo gepo gvpo spo_rl dcpo trpo a2c a3c impala sac td3 acer awr qrpo rpg l1_rl apa "
         "pf_ppo crr ripo asppo aspo dapo_plus gapo vppo bapo papo mapo hgpo gigpo pro_grpo soft_grpo ttrl "

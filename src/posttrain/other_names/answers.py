@@ -274,6 +274,14 @@ SAID = {
         "normalize_advantages advantage.type normalize_advantage whiten_advantages no_advantage_std_norm "
         "disable_compute_advantages_and_returns"
     ),
+    "masks: [{name: off_policy_sequence, threshold: 0.0001}]": (
+        "off_policy_mask_threshold off_policy_sequence_mask_delta opsm_delta opsm use_opsm off_policy_sequence_masking"
+    ),
+    "masks: [{name: top_entropy, share: 0.2}]; share is the part that is kept": "top_entropy_quantile entropy_quantile",
+    "objective: {name: clip_cov, share: 0.0002, cov_low: 1.0, cov_high: 5.0}": (
+        "clip_cov_ratio clip_cov_lb clip_cov_ub"
+    ),
+    "objective: {name: kl_cov, share: 0.0002, penalty: 1.0}": "kl_cov_ratio ppo_kl_coef",
     "advantage: gdpo, which normalizes each reward by itself; the other advantages are of the weighted sum": (
         "multi_objective_aggregation sum_then_normalize gdpo_reward_keys"
     ),
@@ -301,8 +309,8 @@ SAID = {
         "correction: {name: icepop, low: 0.5, high: 5.0}, or geometric_mask for whole answers; with "
         "rollout.old_logprobs: trainer"
     ): (
-        "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min off_policy_mask_threshold ipo_mask_low "
-        "ipo_mask_high mask_ratio_high mask_ratio_low off_policy_sequence_mask_delta token_mask_high "
+        "tis_mask_lower tis_mask_upper vllm_importance_sampling_clip_min ipo_mask_low "
+        "ipo_mask_high mask_ratio_high mask_ratio_low token_mask_high "
         "token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low sequence_clip_high "
         "dppo_mask_high dppo_mask_low rollout_rs_threshold_lower rollout_token_veto_threshold kl_mask_type "
         "ratio_length_norm use_icepop"

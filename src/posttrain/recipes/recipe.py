@@ -25,6 +25,7 @@ from posttrain.recipes.sections import (
     EvalSection,
     HeadSection,
     KLInRewardSection,
+    MaskComponent,
     ModelSection,
     PromptSection,
     RegularizeSection,
@@ -46,6 +47,7 @@ COMPONENT_KINDS = {
     "advantage": "advantage",
     "aggregate": "aggregation",
     "correction": "correction",
+    "masks": "mask",
     "optimizer": "optimizer",
     "prompt.template": "template",
     "rollout.engine": "engine",
@@ -87,6 +89,7 @@ class Recipe(Content):
         advantage: advantages from rewards; by default what the objective needs.
         kl_in_reward: a KL penalty in the reward.
         correction: weights for the mismatch of sampler and trainer.
+        masks: tokens that are left out of the policy's term, chosen over the whole batch of an update.
         objective: the loss.
         regularize: KL and entropy terms of the loss.
         head: head of a value or reward model.
@@ -113,6 +116,7 @@ class Recipe(Content):
     advantage: Component | None = None
     kl_in_reward: KLInRewardSection | None = None
     correction: Component | None = None
+    masks: Annotated[list[MaskComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     objective: Component
     regularize: RegularizeSection | None = None
     head: HeadSection | None = None
@@ -139,9 +143,9 @@ class Recipe(Content):
         else:
             yield self.data is not None, "data", one
         if self.data is not None:
-            for key in ("advantage", "kl_in_reward", "correction"):
+            for key in ("advantage", "kl_in_reward", "correction", "masks"):
                 alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
-                yield getattr(self, key) is not None, key, alone
+                yield getattr(self, key) not in (None, []), key, alone
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
         if self.data is not None:

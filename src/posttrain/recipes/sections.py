@@ -74,6 +74,17 @@ class RewardComponent(Component):
     weight: Annotated[float, IF_REWARDS_DIFFER] = 1.0
 
 
+class MaskComponent(Component):
+    """A mask over tokens of the optimizer batch.
+
+    Args:
+        divisor: the tokens and rows that the means of the loss divide by: ``all``, or those that are ``kept``. With
+            ``kept`` the terms of ``regularize`` are of the kept tokens, too.
+    """
+
+    divisor: Literal["all", "kept"] = "all"
+
+
 def as_list(value: object) -> object:
     """Return a list of components from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
     if isinstance(value, str):
@@ -310,6 +321,8 @@ class RolloutSection(Section):
         label_above: the reward above which a completion is desirable, for objectives that read labels.
         mask_truncated: leave completions that a limit cut off out of the loss (DAPO's overlong filtering);
             their rewards count in the baseline.
+        truncated_divisor: the completions that the means of the loss divide by, with ``mask_truncated``: those that are
+            ``kept``, or ``all``.
         staleness: S: batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
         max_turns: limit of turns with an ``environment`` or ``tools`` (8).
         max_turn_tokens: limit of a turn.
@@ -334,6 +347,7 @@ class RolloutSection(Section):
     select: Component | None = None
     label_above: Annotated[float, conditions.IF_LABELS_ARE_READ] = 0.5
     mask_truncated: bool = False
+    truncated_divisor: Annotated[Literal["kept", "all"], conditions.IF_TRUNCATED_ARE_MASKED] = "kept"
     staleness: Annotated[int, conditions.IF_SEVERAL_BATCHES] = Field(default=0, ge=0, le=64)
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Annotated[Tokens | None, conditions.IF_TURN_IS_SHORTER] = None

@@ -1,1 +1,1 @@
-"""Every page and picture, and nothing but pages: templates with one shell, one chart, one style sheet."""
+"""Pages and figures: templates sharing a shell and a style sheet, and a chart module."""

@@ -1,4 +1,4 @@
-"""Every picture: panels of lines, points and bars, drawn by matplotlib as SVG within a page or as a PNG file."""
+"""Figures: panels with lines, points and bars, drawn by matplotlib as inline SVG or PNG."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 400
 MAX_DOTS = 40  # of a line whose points are shown
-MAX_LABEL = 60  # characters of a text within a picture
+MAX_LABEL = 60  # characters per text in a figure
 MAX_NAME = 32  # of a row's name at the axis
-LARGEST = 1e100  # a value beyond has no place on an axis: not even its distance to another is a number
-# The colours of the style sheet in its light form. In a page they become its variables, so they follow light and dark.
+LARGEST = 1e100  # larger values cannot be placed on an axis: even differences overflow
+# Colors from the style sheet's light theme. In pages they become CSS variables, so figures follow light and dark.
 COLORS = {
     "c0": "#2f6fde",
     "c1": "#d9662b",
@@ -44,7 +44,7 @@ COLORS = {
     "rule": "#e3e1da",
 }
 INK = "#1d2129"
-# Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture.
+# matplotlib settings: plain text without formulas, and reproducible output.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8,
     "text.color": COLORS["soft"], "xtick.color": COLORS["soft"], "ytick.color": COLORS["soft"],
@@ -56,7 +56,7 @@ _SETTINGS: dict[Any, Any] = {
 NUM_COLORS = 8  # of lines that look different
 Dashes = str | tuple[int, tuple[float, float]]
 DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-NUM_TOGETHER = 6  # series that can be distinguished in one panel; of more, each has a panel of its own
+NUM_TOGETHER = 6  # series that stay distinguishable in a panel; with more, each gets a separate panel
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(
@@ -68,10 +68,10 @@ AxisRange = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line, one row of points or of bars. ``low`` and ``high`` (95 % intervals) are empty or as long as ``ys``.
+    """A line, or a series of points or bars. ``low`` and ``high`` (95 % intervals) are empty or as long as ``ys``.
 
-    An interval is a whisker at a point and a band about a line. ``color``: one of ``COLORS``; "" for the next one.
-    ``mark``: a text at the last point.
+    Intervals are drawn as whiskers for points and as bands for lines. ``color``: a key of ``COLORS``, or "" for the
+    next unused color. ``mark``: a text at the last point.
     """
 
     label: str
@@ -87,7 +87,7 @@ class Series:
     mark: str = ""
 
     def drawn(self) -> list[int]:
-        """The points that are drawn: those with a number, and of a long line every so many and the last."""
+        """Points to draw: finite ones, thinned out for long series, always including the last."""
         finite = [i for i, value in enumerate(self.ys) if abs(value) < LARGEST]  # NaN is not below it either
         stride = 1
         if not self.is_points and not self.is_bars:
@@ -97,11 +97,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: its title, what to look for, its series. ``is_share``: values are shares of one.
+    """A figure panel: title, caption, series. ``is_share``: values are fractions.
 
-    With ``x_label`` its axes are named. Ranges and ticks (value, text) that are not set follow from
-    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across. ``names``:
-    values lie along the horizontal axis, and x counts these names from the top.
+    ``x_label`` adds axis names. Missing ranges and ticks (value, text) are derived from the data; ``log_x`` and
+    ``log_y`` select log scales. ``levels``: horizontal reference lines. ``names``: category labels, listed from the
+    top; x indexes them.
     """
 
     title: str
@@ -121,7 +121,7 @@ class Panel:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches: small, so that its texts are as large as those of the page."""
+        """Width and height in inches, small enough for text to match the page's font size."""
         width = 3.9
         if self.names:
             return width, 0.9 + 0.2 * len(self.names)
@@ -131,9 +131,9 @@ class Panel:
 
 
 def axis_range(panel: Panel) -> AxisRange:
-    """The vertical extent: 0 to 1 for shares (less where all are small), else the values with a little room.
+    """Vertical range: 0 to 1 for fractions (less if all are small), otherwise data range plus margin.
 
-    Whiskers are inside. The bands of lines widen it by the values' own extent at most: over two seeds they are huge.
+    Includes whiskers. Bands widen it at most by the data range: with two seeds they are huge.
     """
     values = [value for _, value in panel.levels]
     bands = []
@@ -160,7 +160,7 @@ def axis_range(panel: Panel) -> AxisRange:
 
 
 def interval_ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
-    """Return means and the ends of their intervals: NaN where a mean has none, no ends where none has one."""
+    """Collect means and interval ends, with NaN for missing means. Without any interval, no ends."""
     means = [s.mean for s in summaries]
     halves = [s.half_width or math.nan for s in summaries]
     if all(map(math.isnan, halves)):
@@ -174,10 +174,10 @@ BACKEND_VARIABLE = "MPLBACKEND"
 
 
 def _import_matplotlib() -> None:
-    """Import matplotlib whatever ``MPLBACKEND`` names.
+    """Import matplotlib regardless of ``MPLBACKEND``.
 
-    A notebook sets it for its child processes, too, which may not have the module; matplotlib then refuses to be
-    imported. No backend is needed here. A valid one is set again, so that the user's own plots appear where they did.
+    Notebooks set that variable for child processes that may lack the backend module, and matplotlib then fails to
+    import. No backend is required here. A valid setting is restored, so that users' own plots still appear.
     """
     if "matplotlib" in sys.modules:
         return
@@ -223,12 +223,12 @@ def draw_svg(panel: Panel) -> str:
 
 
 def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int = 3) -> Path:
-    """Draw the panels in a grid and save them as PNG, or as what the name's ending says.
+    """Draw panels in a grid and save them as PNG, or in the format given by the file's suffix.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    assert panels, "without numbers there is no picture"
+    assert panels, "nothing to plot: no series has a number"
     columns = min(columns, len(panels))
     heights = []
     for start in range(0, len(panels), columns):
@@ -260,7 +260,7 @@ def _short(text: str) -> str:
 
 
 def _draw(figure: FigureBase, panel: Panel) -> Axes:
-    """Draw a panel as the whole of a figure, with its legend."""
+    """Draw a single panel on its own figure, with legend."""
     axes = figure.subplots()
     for index, series in enumerate(panel.series):
         color = COLORS[series.color or nth_color(index)]
@@ -335,7 +335,7 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Dashes, is_flat
 
 
 def show_tick(value: float) -> str:
-    """Write a number of an axis: ``−1,500``, ``0.25``; only the largest and smallest with an exponent."""
+    """Format an axis number: ``−1,500``, ``0.25``. Only very large and very small ones use an exponent."""
     is_plain = value == 0 or 1e-4 <= abs(value) < 1e7
     if is_plain:
         text = f"{value:,.10g}"
@@ -380,4 +380,4 @@ def _draw_axes(axes: Axes, panel: Panel) -> None:
     if panel.x_ticks:
         axes.xaxis.set_ticks([value for value, _ in panel.x_ticks], [_short(label) for _, label in panel.x_ticks])
     elif not panel.log_x and all(float(x).is_integer() for series in panel.series for x in series.xs):
-        axes.locator_params("x", integer=True)  # there are no halves of steps
+        axes.locator_params("x", integer=True)  # steps are integers

@@ -15,7 +15,7 @@ MAX_BARS = 12
 NUM_BINS = 40
 _TRAINING = "training"
 _HELD_OUT = "held-out"
-# Metrics that share a panel, which the first of them names; a line of each is drawn, and of its evaluations.
+# Metrics sharing a panel, named by the first. Each is drawn as a line, as are its evaluations.
 _PANELS: tuple[tuple[str, ...], ...] = (
     ("accuracy",), ("reward",), ("completion_length", "completion_length_correct", "completion_length_wrong"),
     ("shows_reasoning",), ("format", "truncated"), ("entropy",), ("loss",), ("margin",), ("pair_accuracy",),
@@ -25,33 +25,33 @@ _PANELS: tuple[tuple[str, ...], ...] = (
     ("clip_fraction",), ("uniform_groups",), ("grad_norm",),
 )  # fmt: skip
 _IN_TRAINING = ("reward", "completion_length", "entropy", "truncated")  # no line of evaluations, but of the primary
-# Metrics of each part of a mixture (``PART:NAME``) that are drawn with a line for each.
+# Metrics drawn per mixture part (``PART:NAME``), one line each.
 _BY_PART = ("accuracy", "reward", "num_calls", "completion_length", "pair_accuracy", "loss")
 
 
 def meaning_of(metric: Metric, recorded: Collection[str]) -> str:
-    """Return the meaning of a metric in a run with the ``recorded`` ones.
+    """Describe a metric, given all ``recorded`` ones.
 
-    A loss is a mean over what its objective judges.
+    The loss is described by its unit of averaging.
     """
     if metric.name != "loss":
         return metric.meaning
     units = (
         ("pair_accuracy", "pairs"),
         ("step_accuracy", "labelled steps"),
-        ("outcome_accuracy", "tokens that are scored"),
+        ("outcome_accuracy", "scored tokens"),
         ("answer_accuracy", "answers"),
     )
     for name, unit in units:
         if name in recorded:
-            return f"The objective, a mean over the {unit}; its values are no log-probabilities."
+            return f"Mean objective over {unit}. Not a log-probability."
     if "nll" not in recorded:
-        return "The objective under its aggregation."
+        return "Objective after aggregation."
     return metric.meaning
 
 
 def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> list[Panel]:
-    """The panels for which a run has numbers, that of the primary metric first. Non-finite values are in no line."""
+    """Panels for a run's recorded metrics, primary metric first. Non-finite values are skipped."""
     evaluations = evaluation_points(rows)
     recorded = dict.fromkeys(name for row in rows for name in row.metrics)
     groups = list(_PANELS)
@@ -85,8 +85,8 @@ def _group_series(
     recorded: Collection[str],
     primary: Metric,
 ) -> dict[Metric, list[Series]]:
-    """The lines of metrics that share a panel, in training and held out; metrics without a line are left out."""
-    # The loss of samples or to a teacher has no level that means something; the loss of imitation has (``nll``).
+    """Lines for a panel's metrics, from training and evaluation. Empty ones are omitted."""
+    # Absolute loss values only mean something for imitation (``nll``), not for sampling or distillation losses.
     loss_has_level = "nll" in recorded or not {"uniform_groups", "divergence"} & set(recorded)
     series: dict[Metric, list[Series]] = {}
     for metric in map(metric_of, names):
@@ -109,7 +109,7 @@ def _group_series(
 def _part_panels(
     rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoint], recorded: Collection[str]
 ) -> list[Panel]:
-    """A panel for each metric that is recorded by the parts of a mixture, with a line for each part."""
+    """One panel per metric recorded by mixture part, with a line per part."""
     panels = []
     for name in _BY_PART:
         metric = METRICS[name]
@@ -126,7 +126,7 @@ def _part_panels(
 
 
 def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
-    """A panel for each key of the items by which held-out accuracy is broken down, with a line for each value."""
+    """One panel per key that splits held-out accuracy, with a line per value."""
     names = dict.fromkeys(name for point in evaluations for name in point.results if "=" in name)
     lines: dict[str, list[Series]] = {}
     for name in names:
@@ -134,7 +134,7 @@ def _kind_panels(evaluations: Sequence[EvaluationPoint]) -> list[Panel]:
         if measure.endswith("accuracy"):
             key, _, value = kind.partition("=")
             lines.setdefault(key, []).extend(_evaluation_series(evaluations, name, value))
-    caption = "Held-out items by this key of their meta."
+    caption = "Held-out items grouped by this meta key."
     panels = []
     for key, series in lines.items():
         if len(series) <= MAX_BARS:
@@ -159,7 +159,7 @@ def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> list[Se
 
 
 def _is_drawable(value: float | None) -> bool:
-    """Return whether a value was measured and is finite, and not so large that axes would fail."""
+    """Check if a value exists, is finite, and fits on an axis."""
     return value is not None and abs(value) < LARGEST
 
 
@@ -187,9 +187,9 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
 
 
 def data_panels(stats: Description, unit: str) -> list[Panel]:
-    """Lengths of the texts of a data set, and one panel for each balance that there is."""
+    """Panels for a data set: text lengths, plus class balances if any."""
     everything = [length for values in stats.lengths.values() for length in values]
-    # whole numbers: else some bins would hold one length more than others
+    # integer bin width: otherwise bins would cover unequal numbers of lengths
     width = max(1, math.ceil(percentile(everything, 0.99) / NUM_BINS))
     series = []
     for part, values in stats.lengths.items():
@@ -215,10 +215,10 @@ def data_panels(stats: Description, unit: str) -> list[Panel]:
 
 
 def balances(stats: Description) -> list[tuple[str, Counter[str]]]:
-    """Counts by value: labels of answers and steps, which of a pair is longer, the keys of meta."""
+    """Value counts for labels of answers and steps, longer answers in pairs, and meta keys."""
     panels = [(f"labels of {name}", counts) for name, counts in stats.labels.items()]
     if stats.num_pairs:
         longer = stats.longer_chosen / stats.num_pairs
         shares = Counter({"chosen": round(100 * longer), "rejected": round(100 * (1 - longer))})
-        panels.append(("the longer one of a pair, %", shares))
+        panels.append(("longer answer in each pair, %", shares))
     return panels + list(stats.kinds.items())

@@ -1,4 +1,4 @@
-"""``report.html`` of a comparison of two models: the changes by training. Drawn from ``diff.json`` alone."""
+"""``report.html`` comparing two models. Built from ``diff.json`` only."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def render_diff(results: Info) -> str:
     if "causal" in results:
         panels["causal"] = _causal_panels(results["causal"])
         causal_findings = causal_lines(results["causal"])
-    smallest_scale = 1e-9  # so that nothing is divided by 0 where no KL is shown
+    smallest_scale = 1e-9  # avoid dividing by 0 if there is no KL
     shown_kls = [value for shown in kl["shown"] for value in shown["kl"]]
     return render(
         "differences.jinja",
@@ -161,7 +161,7 @@ def render_diff(results: Info) -> str:
 
 
 def _change_panels(rates: Info) -> list[Panel]:
-    """Every feature's firing rate before and after."""
+    """Firing rates of all features before and after."""
     labels = {"soft": "not changed", "c1": "changed, rose", "c0": "changed, fell"}
     groups = {color: Series(label, [], [], is_points=True, color=color) for color, label in labels.items()}
     columns = [rates[name] for name in ("base", "post", "tested", "changed", "mean_base", "mean_post")]
@@ -191,7 +191,7 @@ def _change_panels(rates: Info) -> list[Panel]:
 
 
 def _divergence_panels(places: Sequence[Info]) -> list[Panel]:
-    """KL at each token of an answer."""
+    """KL per answer token."""
     if not places:
         return []
     xs = [place["place"] + 1.0 for place in places]
@@ -254,7 +254,7 @@ def _causal_panel(
     measure: str,
     levels: Sequence[tuple[str, float]],
 ) -> Panel:
-    """Outcomes against ``key`` of the points; ``rows``: the points of each seed."""
+    """Outcomes against a point's ``key``. ``rows``: points per seed."""
     xs = [float(point[key]) for point in rows[0]]
     changed = [[point["changed"] for point in row] for row in rows]
     others = [[_mean(point["random"]) for point in row] for row in rows]
@@ -269,7 +269,7 @@ def _causal_panel(
 
 
 def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], color: str) -> Series:
-    """The mean over seeds (rows) at each x, with its 95 % Student-t band where there are several."""
+    """Mean over seeds (rows) per x, with a 95 % Student-t band for multiple seeds."""
     summaries = []
     for column in zip(*rows, strict=True):
         summary = summarize_seeds(list(column))
@@ -279,5 +279,5 @@ def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], co
 
 
 def _half_width(error: float, num_answers: int) -> float:
-    """Half of the 95 % Student-t interval of a mean over answers, from its standard error."""
+    """Half-width of a 95 % Student-t interval, from the standard error of a mean over answers."""
     return student_t_quantile(max(1, num_answers - 1)) * error

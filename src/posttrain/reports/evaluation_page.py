@@ -1,4 +1,4 @@
-"""``summary.md`` of evaluations and of reward models: the results, then the first items in full."""
+"""``summary.md`` for evaluations and reward models: results, then the first items in full."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Results = Mapping[str, float]
 NUM_ITEMS_SHOWN = 3
 MAX_TEXT_CHARS = 1500
-# Results that the first table shows, or whose meaning stands there.
+# Results shown or explained in the first table.
 _IN_FIRST_TABLE = {
     "n",
     "samples",
@@ -53,7 +53,7 @@ _JUDGING = {
 
 
 def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, object]) -> str:
-    """The page of one evaluation, as Markdown."""
+    """Write an evaluation as Markdown."""
     template = settings.get("template")
     results = evaluation.results
     if isinstance(template, Mapping):
@@ -81,12 +81,12 @@ def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment:
 
 
 def _further_table(what: str, names: Sequence[str], results: Results) -> TextTable:
-    """The results that no other table shows."""
+    """Results missing from all other tables."""
     return TextTable("Further results", ["result", what], [[name, show_number(results, name)] for name in names])
 
 
 def write_table_page(rows: Sequence[ResultsRow], notes: Sequence[str], folders: Mapping[str, str]) -> str:
-    """The page of several evaluations: a table for each task, and where each has its own page."""
+    """Write multiple evaluations: a table per task, and links to their pages."""
     tables = [to_markdown(results_table(own)) for own in by_evaluation(rows)]
     links = "".join(f"- [{plain(name)}]({folder})\n" for name, folder in folders.items())
     parts = ["# Evaluations\n", *tables, bullets(notes), f"## Each by itself\n\n{links}"]
@@ -94,7 +94,7 @@ def write_table_page(rows: Sequence[ResultsRow], notes: Sequence[str], folders: 
 
 
 def by_evaluation(rows: Sequence[ResultsRow]) -> list[list[ResultsRow]]:
-    """The rows of each task, in the order of their first appearance."""
+    """Rows grouped by task, in order of appearance."""
     groups: dict[str, list[ResultsRow]] = {}
     for row in rows:
         groups.setdefault(row.evaluation, []).append(row)
@@ -102,13 +102,13 @@ def by_evaluation(rows: Sequence[ResultsRow]) -> list[list[ResultsRow]]:
 
 
 def settings_list(settings: Mapping[str, object]) -> str:
-    """The settings by name, without those that are empty."""
+    """Named settings, omitting empty ones."""
     lines = [f"{name}: {shown_value(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
     return f"## Settings\n\n{bullets(lines)}"
 
 
 def shown_value(value: object) -> str:
-    """A setting as text."""
+    """Format a setting."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown_value(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -117,7 +117,7 @@ def shown_value(value: object) -> str:
 
 
 def first_items(items: Sequence[T], show: Callable[[T], tuple[str, str]]) -> str:
-    """The first items in full, nothing is picked; ``show`` an item: its name and its text."""
+    """The first items in full, without any selection. ``show`` returns an item's name and text."""
     shown = [show(item) for item in items[:NUM_ITEMS_SHOWN]]
     parts = [f"## The first {len(shown)} items\n"]
     for name, text in shown:
@@ -145,7 +145,7 @@ def _show_item(item: Item) -> tuple[str, str]:
 
 
 def quoted(text: str) -> str:
-    """Text of data or of a model as a block, cut where it is very long; no fence in it can end the block."""
+    """Quote data or model text as a code block, truncated if very long. Fences inside cannot close it."""
     text = cut_end(text, MAX_TEXT_CHARS)
     longest_run = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest_run + 1)
@@ -153,9 +153,9 @@ def quoted(text: str) -> str:
 
 
 def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
-    """The results of two models against one another; lines without a number are left out.
+    """Results of comparing two models, omitting lines without numbers.
 
-    ``others``: of further judges, by name.
+    ``others``: results of additional judges by name.
     """
     shares = {
         "win_rate": f"{a} wins",
@@ -187,7 +187,7 @@ def head_to_head_table(name: str, a: str, b: str, results: Results, others: Mapp
 def write_head_to_head_page(
     table: TextTable, notes: Sequence[str], settings: Mapping[str, object], items: Sequence[Mapping[str, Any]]
 ) -> str:
-    """The page of two models against one another, as Markdown, with the first items in full."""
+    """Write a comparison of two models as Markdown, with the first items in full."""
 
     def show(item: Mapping[str, Any]) -> tuple[str, str]:
         texts = [f"{quoted(item['question'])}\n"]
@@ -220,8 +220,8 @@ def _decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}"
 
 
-# The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
-# no model has a number is left out, and so is a table without columns.
+# Tables per view: subject, name of the count, and columns (label, result, format). Columns and tables without data are
+# omitted.
 TABLES: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
     "pairs": [
         ("pairs", "n", [
@@ -255,18 +255,18 @@ TABLES: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]]
         ]),
     ],
 }  # fmt: skip
-# What the numbers mean, under the tables.
+# Notes below the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "pair accuracy: the chosen answer has the higher score; a tie counts half.",
-    "judged answers": "answer accuracy: the score is on the right side of one half. Top 1: the highest-scored answer "
-    "to a problem is right; for comparison any one of them, and the best there is (some answer is right).",
-    "labelled steps": "solution accuracy: the first step with P(good) < 1/2 is the first that is labelled bad, or "
-    "there is neither. F1: the harmonic mean of that over solutions with an error and without.",
+    "pairs": "pair accuracy: fraction of pairs where the chosen answer scores higher. Ties count half.",
+    "judged answers": "answer accuracy: the score falls on the correct side of 1/2. Top 1: accuracy of the "
+    "highest-scored answer per problem, compared with a random answer and with the best possible choice.",
+    "labelled steps": "solution accuracy: the first step with P(good) < 1/2 matches the first step labelled bad, or "
+    "neither exists. F1: harmonic mean of solution accuracy on solutions with and without an error.",
 }
 
 
 def _groups(rows: Sequence[tuple[str, RewardEvaluation]]) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
-    """The evaluations of each task and view."""
+    """Group evaluations by task and view."""
     groups: dict[tuple[str, str], list[tuple[str, RewardEvaluation]]] = {}
     for label, evaluation in rows:
         groups.setdefault((evaluation.name, evaluation.view), []).append((label, evaluation))
@@ -274,7 +274,7 @@ def _groups(rows: Sequence[tuple[str, RewardEvaluation]]) -> dict[tuple[str, str
 
 
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
-    """The tables of each task and what was measured on it, one line for each model."""
+    """Tables per task and measurement, one row per model."""
     tables = []
     for (name, view), own in _groups(rows).items():
         measured = {key for _, evaluation in own for key in evaluation.results}
@@ -292,9 +292,9 @@ def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable
 
 
 def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
-    """For every task on which several models were measured alike: each model's accuracy less that of the first.
+    """Accuracy differences from the first model, for tasks where multiple models were measured alike.
 
-    Over the items that both have scored, by the paired bootstrap (``evaluation/statistics.py``).
+    Uses a paired bootstrap over shared items (``evaluation/statistics.py``).
     """
     tables = []
     for (name, view), ((first, base), *others) in _groups(rows).items():
@@ -312,7 +312,7 @@ def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[Text
 
 
 def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The verdicts of both on each problem that both have scored: the means of ``right`` over the items of both."""
+    """Pair up verdicts on shared problems, as mean ``right`` per problem."""
     known = {item["id"]: item for item in a if item["right"] is not None}
     of_problem: dict[str, list[tuple[float, float]]] = {}
     for item in b:
@@ -329,7 +329,7 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
 
 
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, object]) -> str:
-    """Return the page of one evaluation, as Markdown."""
+    """Write a reward-model evaluation as Markdown."""
     results = evaluation.results
     shown = {"num_problems", "n"}
     for _, _, columns in TABLES[evaluation.view]:

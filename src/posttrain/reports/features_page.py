@@ -1,7 +1,7 @@
-"""``features.html``: all features on one page that needs nothing else, neither a network nor a server.
+"""``features.html``: all features on a self-contained page, no network or server required.
 
-Texts are what models and data wrote, so none of them can become markup: they travel as JSON without a single ``<``, the
-script (``templates/features.js``) puts them on the page as text only, and the page's policy runs no other script.
+Model and data texts never become markup: they are embedded as JSON without any ``<``, inserted as text by
+``templates/features.js``, and the page's policy blocks every other script.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 from posttrain.interpret.features.features import FeatureReport
 from posttrain.reports.page import render
 
-NUM_LEVELS = 255  # shades of an activation, from 0 to the largest of its feature
+NUM_LEVELS = 255  # shades per activation, from 0 to the feature's maximum
 _DROPPED = -1
 
 
 def render_features(report: FeatureReport) -> str:
-    """Return the whole page as HTML."""
+    """Render the page as HTML."""
     title = f"Features of {report['about'].get('dictionary') or 'a dictionary'}"
     return render("features.jinja", title=title, about=report["about"], content=_compact(report))
 
 
 def _compact(report: FeatureReport) -> dict[str, Any]:
-    """The data of the script: every text once, tokens by their place in that list, activations as levels."""
+    """Script data: deduplicated texts, tokens as indices into that list, activations as levels."""
     places: dict[str, int] = {}
 
     def place(text: str) -> int:

@@ -1,9 +1,9 @@
-"""The one way to the templates: every page, and every piece of HTML, is drawn here.
+"""Template rendering: every page and every piece of HTML goes through here.
 
-What a model, a recipe or a data set wrote enters a page through ``{{ }}`` alone. That writes control and hidden
-characters out (``untrusted.harmless``) and escapes the rest; a name that a template was not given is an error. The
-shell (``page.jinja``) has the one style sheet and a policy under which a page loads nothing and runs no script but
-its own. Templates come from this package, never from a run or a user's folder.
+Text from models, recipes and data sets enters pages only through ``{{ }}``, which writes out control and hidden
+characters (``untrusted.harmless``) and escapes everything else. Undefined names are errors. The shell (``page.jinja``)
+holds the style sheet and a policy that blocks external resources and foreign scripts. Templates are loaded from this
+package, never from runs or user folders.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from posttrain.reports.charts import draw_svg
 from posttrain.store.durable import replace_file
 from posttrain.untrusted import harmless
 
-MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}  # as ``templates/features.js`` has them
+MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}  # same values as in ``templates/features.js``
 
 
 def render(template: str, **context: object) -> str:
-    """A whole page: a file of ``templates/`` with the names that it uses."""
+    """A complete page: a file in ``templates/`` with its variables."""
     return _environment().get_template(template).render(context)
 
 
 def write_html(page: str, path: str | Path) -> Path:
-    """Write a page; an older one is replaced at once.
+    """Write a page, replacing an older one atomically.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -41,7 +41,7 @@ def write_html(page: str, path: str | Path) -> Path:
 
 
 def fact_lines(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Nested facts as lines for a table: ``("hardware: cores", 2)``; those that are None are left out."""
+    """Flatten nested facts into table rows such as ``("hardware: cores", 2)``, omitting None."""
     lines: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -56,7 +56,7 @@ def fact_lines(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, o
 
 
 def visible(text: str) -> str:
-    """A token with its spaces and line ends to be seen; what cannot be printed is written out."""
+    """Show a token with visible spaces and line breaks; unprintable characters are written out."""
     return "".join(_visible_char(char) for char in text)
 
 
@@ -76,7 +76,7 @@ def decimals(value: float | None) -> str:
 
 
 def _without_hidden_characters(value: object) -> object:
-    """Drop hidden characters from a value of ``{{ }}`` before it is escaped; our own markup is kept."""
+    """Drop hidden characters from a ``{{ }}`` value before escaping. Our own markup is kept."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return harmless(value)
     return value
@@ -92,7 +92,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # JSON within a page is ASCII without <, > and &, so that it ends no script element.
+    # Encode JSON for pages as ASCII without <, > and &, so that it cannot close a script element.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {
         "fmt": format,

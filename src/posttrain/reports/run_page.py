@@ -1,4 +1,4 @@
-"""``report.html`` of a run, or of a chain of runs: one self-contained page (``templates/run.jinja``)."""
+"""``report.html`` for a run or a chain of runs: one self-contained page (``templates/run.jinja``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from posttrain.store.metric_names import ACCURACY, Metric, metric_of
 
 _TAG = re.compile("(</?(?:think|answer|reasoning)>)")
 _TURN = re.compile(r"(?:\A|\n\n)(system|user|assistant): ")
-# Further results of a stage, and those of a mixture's parts (``PART:NAME``).
+# Additional results per stage, and results by mixture part (``PART:NAME``).
 _COLUMNS = ("format", "shows_reasoning", "completion_length", "truncated")
 _OF_A_PART = ("accuracy", "called")
 
 
 @dataclass(frozen=True)
 class ReportStage:
-    """One model of the story with its held-out results (``evaluation/generation.py``)."""
+    """A model along the chain, with held-out results (``evaluation/generation.py``)."""
 
     label: str
     description: str
@@ -28,9 +28,9 @@ class ReportStage:
 
 @dataclass(frozen=True)
 class TranscriptAnswer:
-    """One model's text for a problem. ``extracted``: the answer found in it, None for none.
+    """One model's text for a problem. ``extracted``: the extracted answer, or None.
 
-    ``is_correct`` is None where there is no gold answer; then the ``reward`` is shown, if there is one.
+    ``is_correct`` is None without a gold answer; ``reward`` is shown instead, if available.
     """
 
     label: str
@@ -43,7 +43,7 @@ class TranscriptAnswer:
 
     @property
     def verdict(self) -> str:
-        """``right``, ``no answer``, or the wrong answer; without a gold answer the reward, or nothing."""
+        """``right``, ``no answer``, or the wrong answer. Without gold answer, the reward or nothing."""
         if self.is_correct is None:
             if self.reward is None:
                 return ""
@@ -56,7 +56,7 @@ class TranscriptAnswer:
 
     @property
     def pieces(self) -> list[str]:
-        """The text, split at the tags of reasoning; every second piece is one."""
+        """Split the text at reasoning tags; every second piece is a tag."""
         return _TAG.split(self.text)
 
 
@@ -71,7 +71,7 @@ class Transcript:
 
 
 def turns_of(question: str) -> list[tuple[str, str]]:
-    """The turns of a recorded dialogue (``store.rollouts.prompt_text``): (role, text); none of a single message."""
+    """Turns of a recorded dialogue (``store.rollouts.prompt_text``) as (role, text). Empty for single messages."""
     pieces = _TURN.split(question)
     if pieces[0] or len(pieces) == 1:
         return []
@@ -80,7 +80,7 @@ def turns_of(question: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """One training run: its curves, what to look for, its recipe."""
+    """A training run: curves, captions, recipe."""
 
     title: str
     text: str
@@ -91,7 +91,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The content of the page. ``commands``: (purpose, command). ``primary``: the primary metric of the stages."""
+    """Page contents. ``commands``: (purpose, command). ``primary``: primary metric of all stages."""
 
     title: str
     lead: str

@@ -43,10 +43,10 @@ PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds",
 
 @phase("writing the report")
 def write_summary(folder: str | Path) -> Path:
-    """Draw and write the summary of a run; return the report's path. Anything older is replaced.
+    """Write a run's summary, replacing an older one. Returns the report's path.
 
     Raises:
-        DataError: a record of the run is damaged.
+        DataError: a damaged record.
         StorageError: the disk is full or not writable.
     """
     run = RunDirectory(folder)
@@ -67,7 +67,7 @@ def write_summary(folder: str | Path) -> Path:
         primary=primary,
         stages=_stages(points, primary),
         stages_note=note_on(points, primary),
-        chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
+        chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "Recorded metrics by step.")],
         transcripts=_before_and_after(run.folder, recipe.prompt.template, points, primary),
         transcripts_note=f"The same {primary.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
@@ -77,9 +77,9 @@ def write_summary(folder: str | Path) -> Path:
 
 
 def _next_commands(run: RunDirectory, *, writes: bool) -> list[tuple[str, str]]:
-    """Return what can be done with a run that has ended, and the command that does it; ``writes``: it is a policy."""
+    """List next steps for a finished run, with commands. ``writes``: the run trained a policy."""
     folder = str(run.folder)
-    options = allow_code_options(os.getcwd())  # for the code that the recipe names
+    options = allow_code_options(os.getcwd())  # allow code named by the recipe
     commands = []
     if writes:
         commands.append(("ask the trained model", ["posttrain", "generate", folder]))
@@ -90,7 +90,7 @@ def _next_commands(run: RunDirectory, *, writes: bool) -> list[tuple[str, str]]:
 
 
 def describe_settings(recipe: Recipe) -> str:
-    """Describe what was trained and how: the run's own settings, whatever its recipe's description says."""
+    """Describe what was trained and how, from actual settings rather than the recipe's description."""
     model = recipe.model
     rollout = recipe.rollout
     data = recipe.data
@@ -122,9 +122,9 @@ def describe_settings(recipe: Recipe) -> str:
 def write_results(
     run: RunDirectory, fingerprint: str, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
 ) -> None:
-    """Write ``results.json``: the run's state and its first, best and last evaluation of each task.
+    """Write ``results.json``: state, plus first, best and last evaluation per task.
 
-    ``fingerprint``: of its recipe.
+    ``fingerprint``: the recipe's fingerprint.
     """
     primary = run.primary_metric()
     evaluations = {}
@@ -150,7 +150,7 @@ def write_results(
 
 
 def _state_of(run: RunDirectory) -> State | None:
-    """Return the run's state; a run that has taken its last step is finished, which its status says after this file."""
+    """Current state. After the last step a run counts as finished, although ``status.json`` is only updated later."""
     status = run.read_status()
     if status is None:
         return None
@@ -160,7 +160,7 @@ def _state_of(run: RunDirectory) -> State | None:
 
 
 def chapter_of(folder: Path, title: str, text: str) -> Chapter:
-    """Return a report's chapter on one run: curves, times by phase, recipe."""
+    """Build a run's chapter: curves, time per phase, recipe."""
     rows = MetricsLog(folder / "metrics.jsonl").read()
     totals = {name: sum(row.timing.get(name, 0.0) for row in rows) for name in PHASES}
     spent = [f"{name.removesuffix('_seconds')} {show_duration(used)}" for name, used in totals.items() if used >= 0.5]
@@ -179,10 +179,10 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
 
 
 def describe_balances(path: Path) -> str:
-    """Return how many updates balance, and which do not; empty of a run without their records.
+    """Summarize how many updates balance and which do not. Empty without records.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: a damaged file.
     """
     if not path.exists():
         return ""
@@ -211,7 +211,7 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
 
 
 def note_on(points: Sequence[EvaluationPoint], primary: Metric) -> str:
-    """Return a note on the measured examples: a recipe may have its training split measured, too."""
+    """Note about evaluated examples, since recipes may evaluate on their training split."""
     trained = [name for name in dict.fromkeys(point.name for point in points) if name.endswith("/train")]
     but = ", never trained on"
     if trained:
@@ -250,7 +250,7 @@ def _label(step: int) -> str:
 def _before_and_after(
     folder: Path, template: Component, points: Sequence[EvaluationPoint], primary: Metric
 ) -> list[Transcript]:
-    """Return the first problems that were answered both at the first evaluation and at the last."""
+    """First problems answered in both first and last evaluations."""
     if not points:
         return []
     task = points[0].name
@@ -258,7 +258,7 @@ def _before_and_after(
     store = RolloutStore(folder / "rollouts.db", read_only=True)
     extract = build_template(template).extract
     columns = {}
-    for step in (steps[0], max(steps)):  # which may be the same one
+    for step in (steps[0], max(steps)):  # possibly identical
         columns[_label(step)] = {row.example_id: row for row in store.evaluations(task, step)}
     first = columns[_label(steps[0])]
     shared = [key for key in first if all(key in rows for rows in columns.values())][:NUM_TRANSCRIPTS]
@@ -285,7 +285,7 @@ def _before_and_after(
 def answer_of(
     label: str, row: RecordedRollout, extract: Callable[[str], str | None], tells_reward: bool = False
 ) -> TranscriptAnswer:
-    """Return a recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
+    """Format a recorded completion as a transcript column. ``tells_reward``: no gold answer, so show its reward."""
     is_correct = None
     if row.outcome != "ungraded":
         is_correct = row.parts.get("correct") == 1.0

@@ -28,11 +28,11 @@ from posttrain.sweeps.learning import RowResult
 from posttrain.sweeps.results import SweepPart, SweepResults
 from posttrain.untrusted import fitting, harmless
 
-DISTANCE = "√KL from the initial model (KL in nats per answer)"
+DISTANCE = "√KL from the initial model (nats per answer)"
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> Path:
-    """Write ``results.json``, ``table.md``, ``sweep.png`` (once a trial has finished) and ``report.html``.
+    """Write ``results.json``, ``table.md``, ``sweep.png`` (once any trial finished) and ``report.html``.
 
     Returns the page's path.
 
@@ -55,7 +55,7 @@ def render_sweep(sweep: SweepResults) -> str:
 
 
 def sweep_panels(sweep: SweepResults) -> list[Panel]:
-    """The panels of all parts of a sweep."""
+    """Panels for all parts of a sweep."""
     return [panel for name, part in sweep.parts.items() for panel in _part_panels(name, part)]
 
 
@@ -66,7 +66,7 @@ def _part_panels(name: str, part: SweepPart) -> list[Panel]:
 
 
 def _transcripts(part: SweepPart) -> list[Transcript]:
-    """The samples of a part; dialogues as turns."""
+    """Samples for a part, with dialogues split into turns."""
     texts = []
     for question, answers in part.samples:
         texts.append(question)
@@ -86,9 +86,9 @@ def learning_panels(
     primary: Metric,
     over: tuple[str, Mapping[str, float]] | None = None,
 ) -> list[Panel]:
-    """The primary metric over the key that is varied or by rank, learning curves, and the metric against KL.
+    """Primary metric by varied key or rank, learning curves, and metric against KL.
 
-    Rows are numbered by rank. Of more than ``NUM_TOGETHER`` rows each has a panel of its own.
+    Rows are numbered by rank. With more than ``NUM_TOGETHER`` rows, each gets a separate panel.
     """
     drawn = [row for row in rows if any(trial.points for trial in row.finished)]
     curves = []
@@ -119,7 +119,7 @@ def learning_panels(
 
 
 def _learning_curves(row: RowResult, rank: int, metric: str) -> tuple[Series, Series]:
-    """The metric of a row by step, the band over its seeds, and its mean against the mean KL."""
+    """A row's metric by step with a band over seeds, and mean metric against mean KL."""
     seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
     steps = sorted(set.intersection(*(set(points) for points in seeds)))
     means = []
@@ -148,7 +148,7 @@ def _result_panel(
     levels: Sequence[tuple[str, float]],
     over: tuple[str, Mapping[str, float]] | None,
 ) -> Panel:
-    """The last results with their intervals: over a number that is varied, or else by rank."""
+    """Final results with intervals, plotted over a varied number if possible, else by rank."""
     if over:
         key, places = over
         names = []
@@ -168,7 +168,7 @@ def _result_panel(
     ]
     if over:
         series.append(Series("", xs, ends[0], is_thin=True, color="c0"))
-    caption = "held out, after the last update"
+    caption = "held out, at the end"
     if levels:
         caption = f"{caption}; dashed: the start"
     return Panel(
@@ -185,7 +185,7 @@ def _result_panel(
 
 
 def _each_alone(together: Panel) -> list[Panel]:
-    """A small panel for each line, over all others in grey, on the same axes."""
+    """One small panel per line, drawn over all other lines in grey, on shared axes."""
     others = [Series("", one.xs, one.ys, is_thin=True, color="soft") for one in together.series]
     limits = axis_range(together)
     return [
@@ -215,13 +215,13 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
     about = "the reward model's score, in deviations of the start's own"
     return [
         Panel("Gold: answers that are right", "band: 95 % over seeds; thin: single seeds", gold, True, DISTANCE),
-        Panel("Proxy: the reward that is optimized", about, proxy, x_label=DISTANCE),
+        Panel("Proxy: the optimized reward", about, proxy, x_label=DISTANCE),
         Panel("Gold against proxy", "up and right: the proxy means what it says", plane, True, "proxy"),
     ]
 
 
 def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
-    """Shares of right choices against n."""
+    """Fraction of correct picks by n."""
     shares = []
     ns = choices[0].ns
     for index, chosen in enumerate(choices):
@@ -243,7 +243,7 @@ def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
 
 
 def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Panel]:
-    """Win rates over the start with intervals, and the judge's reward against √KL; rows are numbered by rank."""
+    """Win rates over the initial model with intervals, and judge reward against √KL. Rows are numbered by rank."""
     rates = []
     plane = [Series("", [0.0], [0.0], is_points=True, color="soft", mark="start")]
     for label, name, color, shift in (("judge", "win_rate", "c0", -0.12), ("proxy", "win_rate_proxy", "c1", 0.12)):
@@ -254,7 +254,7 @@ def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Pane
         xs = [index + shift for index in range(len(rows))]
         rates.append(Series(f"by the {label}", xs, means, low, high, is_points=True, color=color))
     for rank, measures in enumerate(rows.values(), 1):
-        if "kl" in measures:  # it could not be measured of every pair of models
+        if "kl" in measures:  # cannot be measured for some model pairs
             x = math.sqrt(max(0.0, measures["kl"][0]))
             mean, least, most = measures["reward_judge"]
             plane.append(Series("", [x], [mean], [least], [most], is_points=True, mark=str(rank)))

@@ -1,4 +1,4 @@
-"""The table, the picture and the results of what-if as files."""
+"""Table, figure and results of a what-if, as files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posttrain.store.metrics import MetricsRow, evaluation_points, is_evaluation
 from posttrain.untrusted import harmless
 
 PICTURE = "futures.png"
-HISTORY = 2  # so many times the length of a future is shown of the run before
+HISTORY = 2  # how much of the original run to show, as a multiple of a future's length
 
 
 def write_what_if(results: WhatIfResults, folder: Path) -> Path | None:
-    """Write ``results.json``, ``table.md`` and, where anything was played, ``futures.png``; return the picture.
+    """Write ``results.json``, ``table.md`` and, once any future ran, ``futures.png``. Returns the figure's path.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -35,7 +35,7 @@ def write_what_if(results: WhatIfResults, folder: Path) -> Path | None:
 
 
 def what_if_panels(results: WhatIfResults) -> list[Panel]:
-    """Return the differences of all futures, and over the steps the metric of training and the held-out one."""
+    """Panels: differences between futures, then training and held-out metrics by step."""
     panels = []
     drawn = [(results.training, False)]
     if results.has_evaluations:
@@ -53,7 +53,7 @@ def what_if_panels(results: WhatIfResults) -> list[Panel]:
 
 
 def _difference_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> list[Panel]:
-    """Return the difference of each future from the unchanged one; nothing without two futures."""
+    """Difference of each future from the unchanged one. Requires at least two futures."""
     names = []
     summaries: list[Summary] = []
     for label in results.labels():
@@ -67,14 +67,14 @@ def _difference_panel(results: WhatIfResults, metric: Metric, held_out: bool) ->
     series = Series("", [float(place) for place in range(len(names))], ys, low, high, is_points=True, color="c0")
     what = f"mean of steps {results.plan.at + 1} to {results.plan.end}"
     if held_out:
-        what = "held out, at the last evaluation"
+        what = "held out, last evaluation"
     caption = f"minus the unchanged future; {what}"
     title = f"{metric.label.capitalize()}: difference"
     return [Panel(title, caption, [series], levels=[("", 0.0)], is_share=metric.is_share, names=names)]
 
 
 def _lines_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> Panel:
-    """Return the run up to the step, and every future from there, the unchanged one in black."""
+    """The run up to the branching step, followed by each future; the unchanged one is black."""
     plan = results.plan
     past = _past(results, metric, held_out)
     steps = sorted(past)
@@ -93,14 +93,14 @@ def _lines_panel(results: WhatIfResults, metric: Metric, held_out: bool) -> Pane
             series.append(replace(line, label=label, color="c7"))
         else:
             series.append(replace(line, label=label, is_thin=len(others) > NUM_TOGETHER))
-    what = "mean over seeds; band: lowest to highest" if plan.num_seeds > 1 else "one seed"
+    what = "mean over seeds; band: min to max" if plan.num_seeds > 1 else "one seed"
     if held_out:
         what = f"held out; {what}"
     return Panel(metric.label.capitalize(), what, series, metric.is_share)
 
 
 def _differences_by_step(results: WhatIfResults) -> Panel:
-    """Return the difference of each future from the unchanged one in every step of training, the mean over seeds."""
+    """Per-step difference from the unchanged future during training, averaged over seeds."""
     metric = results.training
     bases = {one.future.seed: _values(one.rows, metric, False) for one in results.of(UNCHANGED)}
     series = []
@@ -120,7 +120,7 @@ def _differences_by_step(results: WhatIfResults) -> Panel:
 
 
 def _past(results: WhatIfResults, metric: Metric, held_out: bool) -> dict[int, float]:
-    """Return the metric of the run's steps up to the one from which the futures go on."""
+    """The run's metric up to the branching step."""
     plan = results.plan
     first = plan.at - HISTORY * plan.steps
     values = _values([row for row in results.run_rows if row.step <= plan.at], metric, held_out)
@@ -128,7 +128,7 @@ def _past(results: WhatIfResults, metric: Metric, held_out: bool) -> dict[int, f
 
 
 def _line(futures: Sequence[FutureResult], metric: Metric, held_out: bool, join: Mapping[int, float]) -> Series:
-    """Return the mean over seeds by step, with the lowest and the highest where there are several."""
+    """Mean over seeds by step, with minimum and maximum for multiple seeds."""
     seeds = [{**join, **_values(one.rows, metric, held_out)} for one in futures]
     if not seeds:
         return Series("", [], [])
@@ -145,7 +145,7 @@ def _line(futures: Sequence[FutureResult], metric: Metric, held_out: bool, join:
 
 
 def _values(rows: Sequence[MetricsRow], metric: Metric, held_out: bool) -> dict[int, float]:
-    """Return a metric by step: of training, or the mean over the held-out tasks."""
+    """A metric by step, from training or averaged over held-out tasks."""
     values: dict[int, float] = {}
     if not held_out:
         for row in rows:

@@ -7,6 +7,7 @@ standard output; all else goes to standard error.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -174,7 +175,7 @@ def open_console() -> OutputConsole:
     """Return standard output; a pipe is as wide as a document."""
     options: dict[str, Any] = {"file": getattr(sys.stdout, "rich_proxied_file", sys.stdout), "highlight": False}
     options |= {"markup": False, "emoji": False}
-    if is_notebook():  # its stream says that it is a terminal, and a cell would keep every panel that is drawn
+    if is_notebook():  # claims to be a terminal, but a cell would keep every redrawn panel
         options |= {"force_jupyter": False, "force_terminal": False}
     console = OutputConsole(**options)
     if console.is_terminal:
@@ -183,8 +184,8 @@ def open_console() -> OutputConsole:
 
 
 def is_notebook() -> bool:
-    """Return True if standard output belongs to a cell of a notebook."""
-    return type(sys.stdout).__module__.startswith("ipykernel.")
+    """Check if output goes to a notebook cell: from Python, or from a command (``!posttrain``) started by a kernel."""
+    return type(sys.stdout).__module__.startswith("ipykernel.") or "JPY_PARENT_PID" in os.environ
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -26,14 +26,16 @@ from posttrain.models.forward.actor_critic import ActorCritic, state_values
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.randomness import derive_key, uniforms
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
 from posttrain.training.idle_rows import UNSCORED, split_idle_rows
-from posttrain.types import Batch, Sample, collate, with_float64
+from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Sample, collate, with_float64
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
+    from posttrain.training.parts.masks import BoundMask
 
 T = TypeVar("T")
 # Filled by the sources, with the rows.
@@ -42,8 +44,8 @@ GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
 # Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
 # after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
-# recipe's correction.
-PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
+# recipe's correction. ``step``: the number of the update (1-based).
+PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,19 @@ class Scorer:
             scored[torch.as_tensor(rows), : values.shape[1]] = values
         self.process_group.add([scored], "log-probabilities")
         return scored
+
+    @torch.no_grad()
+    def entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Two ``float32 [B, T]``: log-probabilities and entropies at the trained tokens, 0 elsewhere."""
+        logprobs = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        entropies = torch.zeros_like(logprobs)
+        for rows, outputs in self._each(batch, lambda forward, part: forward(part, "detached")):
+            places = torch.as_tensor(rows)
+            width = outputs.logprobs.shape[1]
+            logprobs[places, :width] = outputs.logprobs.cpu().float()
+            entropies[places, :width] = outputs.entropy.cpu().float()
+        self.process_group.add([logprobs, entropies], "entropies")
+        return logprobs, torch.where(batch.mask, entropies, torch.zeros_like(entropies))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -198,6 +213,46 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
+@register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
+def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
+    """``[B, T]``: log-probabilities under the weights before the update, and ``policy_entropy``, that of the
+    distribution of each token."""
+    logprobs, entropies = policy.entropies(batch)
+    return {"policy_logprobs": logprobs, "policy_entropy": entropies}
+
+
+@register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
+def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
+    """``[B, T]``: 1 of the tokens that ``clip_cov`` draws among those that its ratio does not clip, else 0.
+
+    The draw is a function of (seed, step, row).
+    """
+    from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
+
+    options = recipe.objective.options
+    mask = batch.trained_mask
+    advantages = batch.field("advantages")
+    ratio = log_ratio(batch.field("policy_logprobs"), batch.field("old_logprobs"), mask).exp()
+    falls = (ratio < 1.0 - options["clip_low"]) & (advantages < 0)
+    rises = (ratio > 1.0 + options["clip_high"]) & (advantages > 0)
+    keys = [derive_key(recipe.train.seed, "clip_cov", step, row) for row in range(batch.num_rows)]
+    draws = torch.from_numpy(uniforms(keys, batch.mask.shape[1]))
+    covariance = token_covariance(batch.field("policy_logprobs"), advantages, mask)
+    number = number_of(options["share"], mask)
+    chosen = draw_in_range(covariance, mask & ~falls & ~rises, draws, number, options["cov_low"], options["cov_high"])
+    return chosen.float()
+
+
+@register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
+def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
+    """``[B, T]``: 1 of the tokens with the largest covariance, which ``kl_cov`` punishes for leaving the sampler."""
+    from posttrain.algorithms.masks import largest, number_of, token_covariance
+
+    mask = batch.trained_mask
+    covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
+    return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
+
+
 def describe_one_prompt(batch: Batch, step: int) -> str:
     """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
@@ -260,7 +315,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
     for entry_name in (*own, *of_others):
         entry = entries[entry_name]
         for name in _fills(entry):
-            if name in known or name in GIVEN:
+            if name in known or name in (*GIVEN, UNMASKED, COUNTED, LEFT_OUT):
                 raise RecipeError(
                     f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
                 )
@@ -359,7 +414,7 @@ class BatchFields:
 
     forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
     teaches, maybe the trained one itself. process_group: the processes that share the passes. vanishes: as of the
-    method; rows that it makes idle need no passes.
+    method; rows that it makes idle need no passes. masks: of the recipe.
     """
 
     needs: frozenset[str]
@@ -371,6 +426,7 @@ class BatchFields:
     correct: Callable[[Tensor, Tensor], Tensor] | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     vanishes: tuple[str, ...] = ()
+    masks: Sequence[BoundMask] = ()
     _once: list[Entry] = field(init=False, default_factory=list)
     _each_step: list[Entry] = field(init=False, default_factory=list)
 
@@ -436,13 +492,17 @@ class BatchFields:
             return None
         return rows
 
-    def before_step(self, batch: Batch) -> Batch:
-        """Return a copy of the batch with the fields that depend on the weights of this step."""
-        if not self._each_step:
+    def before_step(self, batch: Batch, step: int = 0) -> Batch:
+        """Return a copy of the batch with the fields that depend on the weights of this ``step``, and on masks."""
+        if not self._each_step and not self.masks:
             return batch
         batch = replace(batch, fields=dict(batch.fields))
         for entry in self._each_step:
-            self._fill(entry, batch, batch)
+            self._fill(entry, batch, batch, step=step)
+        if self.masks:
+            from posttrain.training.parts.masks import apply_masks
+
+            batch.fields |= apply_masks(self.masks, batch)
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
@@ -451,9 +511,9 @@ class BatchFields:
         return batch.field(name)
 
     @torch.no_grad()
-    def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None) -> None:
+    def _fill(self, entry: Entry, batch: Batch, seen: Batch, rows: list[int] | None = None, step: int = 0) -> None:
         label = f"batch field {entry.name!r}"
-        parts = {"batch": batch, "seen": seen} | self._parts(rows)
+        parts = {"batch": batch, "seen": seen, "step": step} | self._parts(rows)
         filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
         tensors = {entry.name: filled}
         if isinstance(filled, dict):

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from posttrain import registry
 from posttrain.activity import phase
-from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.algorithms.objectives.surrogate import with_masks, with_regularizers
 from posttrain.balances.record import UpdateFacts
 from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
+    from posttrain.training.parts.masks import BoundMask
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
@@ -326,6 +327,8 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
     recipe = components.recipe
     regularizers = recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
+    if recipe.masks:
+        objective = with_masks(objective)
     if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):
         objective = with_regularizers(objective, **regularizers.model_dump())
     aggregate_options: dict[str, Any] = {}
@@ -396,6 +399,11 @@ def _build_batch_fields(
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")
         correct = entry.bind(recipe.correction.options, "correction")
+    masks: Sequence[BoundMask] = ()
+    if recipe.masks:
+        from posttrain.training.parts.masks import bind_masks
+
+        masks = bind_masks(recipe.masks)
     teacher: Forward | None = None
     if recipe.teacher is not None:
         if components.teaches_itself:
@@ -416,4 +424,5 @@ def _build_batch_fields(
         correct,
         process_group,
         vanishes=method.vanishes or (),
+        masks=masks,
     )

@@ -150,6 +150,10 @@ def resolve_components(recipe: Recipe) -> Components:
         needs |= {"ref_logprobs"}
     if recipe.correction is not None:
         needs |= {"correction"}
+    if recipe.masks:
+        from posttrain.training.parts.masks import fields_of_masks
+
+        needs |= fields_of_masks(recipe.masks)
     components = Components(
         recipe=recipe,
         objective=objective,
@@ -207,6 +211,11 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     no_penalty = f": {objective} reads no advantages, so it would see no penalty"
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
+    is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
+    no_term = (
+        f": a mask leaves out the term of a policy at a token, and {objective} has no such term by itself; use grpo"
+    )
+    yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
     yield from _of_evaluation(w, objective)

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import TrainSection
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.types import UNMASKED, Batch, Loss, Outputs
 
 # What an update does with idle rows: forward and backward pass, a forward pass for the metrics, or nothing.
 IdleRows = Literal["train", "measure", "skip"]
@@ -51,6 +51,8 @@ def find_idle_rows(batch: Batch, vanishes: Sequence[str]) -> Tensor:
     factors = [batch.fields[name] for name in vanishes if name in batch.fields]
     if "correction" in batch.fields:
         factors.append(batch.fields["correction"])
+    if UNMASKED in batch.fields and vanishes:  # without another term at the token, such as a KL
+        factors.append(batch.fields[UNMASKED])
     if batch.weights is not None and batch.weights.ndim == 2:
         factors.append(batch.weights)
     for factor in factors:

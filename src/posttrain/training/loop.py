@@ -364,7 +364,7 @@ class Loop:
         self._tell_imbalances([*found, *of_step])
         if step <= NUM_STEPS:
             metrics[MOVED] = float(moved > 0.0)
-        return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
+        return float(batch.trained_mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def _tell_imbalances(self, found: Sequence[Imbalance]) -> None:
         """Store the record of an update, and tell of each balance that does not hold for the first time."""

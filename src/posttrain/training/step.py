@@ -24,7 +24,7 @@ from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
-from posttrain.types import Batch, Loss, Outputs, with_float64
+from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Loss, Outputs, with_float64
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -183,9 +183,16 @@ def _add_up(mine: tuple[float, float, float], process_group: ProcessGroup) -> tu
 def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, list[int], bool]]:
     """Yield the rows of an optimizer batch that gradients are computed of, with their places, then those only measured.
 
-    Rows whose log-probabilities were not computed are not measured either.
+    Rows whose log-probabilities were not computed are not measured either, nor are rows that are only divided by.
     """
     everywhere = list(range(batch.num_rows))
+    if LEFT_OUT in batch.fields:
+        everywhere = torch.where(batch.fields[LEFT_OUT] == 0)[0].tolist()
+        present = batch.select(everywhere)
+        del present.fields[LEFT_OUT]
+        for part, places, is_trained in _divide(method, present, idle_rows):
+            yield part, [everywhere[place] for place in places], is_trained
+        return
     if method.vanishes is None or idle_rows == "train":
         yield batch, everywhere, True
         return
@@ -248,12 +255,19 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) -> Tensor:
-    """Return the weights of the whole optimizer batch: one per token, or one per unit."""
+    """Return the weights of the whole optimizer batch: one per token, or one per unit.
+
+    A token that a mask leaves out of the divisor has a weight of 0.
+    """
     mask = batch.unit_mask
     expected = mask.shape[:1]
     if level == "token":
         mask = batch.mask
         expected = mask.shape
+        if COUNTED in batch.fields:
+            mask = mask & (batch.fields[COUNTED] > 0)
+            if not bool(mask.any()):
+                return torch.zeros(expected, dtype=torch.float64)
     weights: Tensor = registry.call("aggregate", aggregate, mask)
     if getattr(weights, "shape", None) != expected:
         raise UsageError(
@@ -275,6 +289,8 @@ def _measure(
         means.add("ratio_distance", (result.metrics["ratio"] - 1.0).abs(), *over)
     if outputs.entropy is not None and "entropy" not in result.metrics:
         means.add("entropy", outputs.entropy, *over_tokens)
+    if UNMASKED in part.fields:
+        means.add("masked_tokens", 1.0 - part.fields[UNMASKED], *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():
         means.add(name, values, *over_tokens)
 

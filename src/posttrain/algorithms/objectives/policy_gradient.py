@@ -17,6 +17,7 @@ from torch import Tensor
 
 from posttrain.acting.methods import (
     IF_RATIO_FALLS,
+    IF_RATIO_LEAVES_ONE,
     IF_RATIO_MOVES,
     IF_RATIO_REACHES_CAP,
     IF_RATIO_VARIES,
@@ -25,7 +26,10 @@ from posttrain.acting.methods import (
 from posttrain.algorithms.objectives.primitives import log1mexp, log_ratio, row_mean
 from posttrain.algorithms.objectives.surrogate import ClipMax, NotNegative, Positive, clipped_surrogate
 from posttrain.registry import register
+from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
+
+RATIO_NOISE = 1e-4  # nats: sampler and trainer of equal weights differ by less in fp32
 
 
 @register("objective", level="token", needs=("advantages",), vanishes=("advantages",), policy_term=True)
@@ -177,6 +181,92 @@ def dro(outputs: Outputs, batch: Batch, *, beta: Annotated[NotNegative, IF_RATIO
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     values = -batch.field("advantages") * outputs.logprobs + 0.5 * beta * log_rho.square()
     return Loss(values, {"ratio": log_rho.detach().exp()})
+
+
+CLIP_COV_NEEDS = ("advantages", "old_logprobs", "clip_cov_tokens")
+KL_COV_NEEDS = ("advantages", "old_logprobs", "kl_cov_tokens")
+
+
+@register(
+    "objective",
+    level="token",
+    needs=CLIP_COV_NEEDS,
+    vanishes=("advantages",),
+    policy_term=True,
+    of_batch=("share", "cov_low", "cov_high"),  # read by the batch field
+)
+def clip_cov(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 0.2,
+    clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.2,
+    share: Annotated[float, Range(gt=0, le=1)] = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> Loss:
+    """GRPO in which some tokens that would lower the entropy most get no gradient.
+
+    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``, and 0 at the drawn tokens. Drawn are ``max(1, ⌊r N⌋)`` of
+    the N trained tokens of the optimizer batch, uniformly among those with
+    ``ω_low < (A_t − mean A)(log π_t − mean log π) < ω_high`` whose ratio is not clipped. All tokens stay in the
+    denominator.
+
+    Cui et al. (2025), "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv
+    2505.22617), section 4.2. The covariance is over the whole optimizer batch under the weights before the update,
+    and the draw is a function of (seed, step, row), so that no split changes either. The defaults and the clip of the
+    other tokens are those of the authors' code.
+
+    Departure: in the authors' code mean and draw are of a micro-batch.
+
+    What goes wrong: In a small batch no token may have a covariance in the range, and this is ``grpo``. Watch
+    ``cov_fraction`` and lower ``cov_low``.
+
+    Args:
+        clip_low, clip_high: ε_low and ε_high.
+        share: r.
+        cov_low, cov_high: ω_low and ω_high, in nats times the advantage.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+    loss = clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
+    drawn = batch.field("clip_cov_tokens")
+    values = torch.where(drawn > 0, torch.zeros_like(loss.values), loss.values)
+    return Loss(values, loss.metrics | {"cov_fraction": drawn})
+
+
+@register("objective", level="token", needs=KL_COV_NEEDS, vanishes=(), policy_term=True, of_batch=("share",))
+def kl_cov(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    share: Annotated[float, Range(gt=0, le=1), IF_RATIO_LEAVES_ONE] = 2e-4,
+    penalty: Annotated[NotNegative, IF_RATIO_LEAVES_ONE] = 1.0,
+) -> Loss:
+    """Policy gradient with a ratio, and a penalty at the tokens that would lower the entropy most.
+
+    ``values = −ρ A``, and ``−ρ A + c |log ρ|`` at the ``max(1, ⌊r N⌋)`` of the N trained tokens of the optimizer batch
+    with the largest ``(A_t − mean A)(log π_t − mean log π)``. There is no clip.
+
+    Cui et al. (2025), "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv
+    2505.22617), section 4.2; the defaults and the form of the penalty are those of the authors' code. The covariance
+    is over the whole optimizer batch under the weights before the update, so that no split changes the choice.
+
+    Departures: in the authors' code mean and choice are of a micro-batch. The penalty is 0 where ``|log ρ| < 1e-4``:
+    that is rounding between sampler and trainer, and its sign would decide the gradient.
+
+    What goes wrong: The other tokens have no bound on their ratio. Keep few updates a batch, and watch ``ratio``.
+
+    Args:
+        share: r.
+        penalty: c.
+    """
+    log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
+    ratio = log_rho.exp()
+    values = -ratio * batch.field("advantages")
+    chosen = batch.field("kl_cov_tokens")
+    moved = (chosen > 0) & (log_rho.abs() >= RATIO_NOISE)
+    values = torch.where(moved, values + penalty * log_rho.abs(), values)
+    return Loss(values, {"ratio": ratio.detach(), "cov_fraction": chosen})
 
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)

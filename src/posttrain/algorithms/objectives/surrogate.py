@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, kl_k3, log_ratio
 from posttrain.signatures import Range
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.types import UNMASKED, Batch, Loss, Outputs
 
 NotNegative = Annotated[float, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]
@@ -39,6 +39,19 @@ def clipped_surrogate(
         is_clipped = is_clipped | is_bounded
     metrics = {"ratio": ratio.detach(), "clip_fraction": is_clipped.to(ratio.dtype)}
     return Loss(values, metrics)
+
+
+def with_masks(objective: Callable[[Outputs, Batch], Loss]) -> Callable[[Outputs, Batch], Loss]:
+    """Return the objective with a value of 0 at the tokens that masks leave out (``unmasked``)."""
+
+    def masked(outputs: Outputs, batch: Batch) -> Loss:
+        loss = objective(outputs, batch)
+        if not isinstance(loss, Loss):
+            return loss  # of a user's own function; the loop says what is wrong with it
+        kept = batch.field(UNMASKED) > 0
+        return Loss(torch.where(kept, loss.values, torch.zeros_like(loss.values)), loss.metrics)
+
+    return masked
 
 
 def with_regularizers(

@@ -100,19 +100,25 @@ def _fields_of(entry: Entry) -> tuple[str, ...]:
     return tuple(name for name in entry.traits.get("needs", ()) if name not in NOT_READ)
 
 
+def _options_of(entry: Entry) -> list[inspect.Parameter]:
+    """Return the options that the function reads; others are of the choice of tokens in a batch."""
+    of_batch = entry.traits.get("of_batch", ())
+    return [one for one in option_parameters(entry.function) if one.name not in of_batch]
+
+
 def _signature(entry: Entry) -> inspect.Signature:
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, either, annotation=Tensor) for name in _outputs_of(entry)]
     parameters += [inspect.Parameter(name, keyword, annotation=Tensor) for name in (*_fields_of(entry), "mask")]
     for name in _optional(entry):
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=Tensor | None))
-    parameters += option_parameters(entry.function)
+    parameters += _options_of(entry)
     return inspect.Signature(parameters, return_annotation=Loss)
 
 
 def _compute(entry: Entry, arguments: Mapping[str, Any]) -> Loss:
     where = f"losses.{entry.name}"
-    options = {one.name: arguments[one.name] for one in option_parameters(entry.function)}
+    options = {one.name: arguments[one.name] for one in _options_of(entry)}
     check_part_options(where, entry.function, options)
     mask = checked_mask(where, "mask", arguments["mask"])
     rows_per_unit = 1

@@ -1,1 +1,1 @@
-"""Programs that a model wrote, graded by tests that run elsewhere than the program does."""
+"""Grade model-written programs using tests that run in a separate sandbox."""

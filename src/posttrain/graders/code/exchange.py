@@ -1,10 +1,11 @@
-"""The two ends of a grading, each in a sandbox: a program that answers calls, and tests that make them.
+"""Protocol between two sandboxes: a program answering calls, and tests making them.
 
-Only the standard library is imported: the file is copied into both sandboxes. Messages are JSON with a length in front.
-Values pass as plain data that the receiver builds anew, so that no object of a program reaches its tests.
+Imports only Python's standard library, since this file gets copied into both sandboxes. Messages are length-prefixed
+JSON. Values travel as plain data and get rebuilt by the receiver, so tests never touch objects owned by the program.
 
-The program's end first writes ``["ready"]`` or ``["failed", type, text]``, and then for each ``[name, arguments,
-keywords]`` one ``["value", value]`` or ``["raised", type, text]``. The verdict is the exit code of the tests' process.
+The program's side first writes ``["ready"]`` or ``["failed", type, text]``. For each call ``[name, arguments,
+keywords]`` it then writes ``["value", value]`` or ``["raised", type, text]``. Tests report their verdict through their
+exit code.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from itertools import islice
 from typing import Any
 
 SOLUTION = "solution.py"
-# Exit codes of the tests. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
+# Exit codes used by tests. Avoids 0, 1 and 2, which Python itself uses. ``BAD`` means invalid tests.
 RIGHT = 70
 WRONG = 71
 GONE = 72
 BAD = 73
 HEADER = struct.Struct(">I")
-MAX_BYTES = 4 * 2**20  # of one message
+MAX_BYTES = 4 * 2**20  # per message
 MAX_ITEMS = 1_000_000  # of a generator
 MAX_CALLS = 100_000
 MAX_TEXT = 200
-_EXACT = 2**53  # smaller integers stand as they are
-# What ends an iteration or a program is no ordinary error: raised in a test, it could end the test early.
+_EXACT = 2**53  # smaller integers are sent unchanged
+# Exceptions that end an iteration or a process must not propagate: raised inside a test, they could end it early.
 _NOT_RAISED = ("StopIteration", "StopAsyncIteration")
 _CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
 _OF_ITEMS = {"list", "tuple", "set", "frozenset", "iterator", "keys"}
-_WRITE: dict[Any, Callable[[Any], Any]] = {  # codes of values without items of their own
+_WRITE: dict[Any, Callable[[Any], Any]] = {  # codes for values without contents
     str: str.__str__,
     float: lambda value: ["float", float.hex(value)],
     complex: lambda value: ["complex", [float.hex(value.real), float.hex(value.imag)]],
@@ -58,19 +59,19 @@ _MAKE: dict[str, Callable[[Any], Any]] = {  # values from their codes; container
 
 
 class NoPlainData(TypeError):
-    """A value that cannot be handed over."""
+    """A value that cannot be transferred."""
 
 
 class ProgramRaised(Exception):
-    """The program raised an error that is none of Python's own."""
+    """The program raised an exception that is not built into Python."""
 
 
 class Ended(BaseException):
-    """The verdict is known, by its exit code; no test can catch this by mistake."""
+    """Carries the verdict as an exit code. A BaseException, so that tests cannot catch it by accident."""
 
 
 class Other:
-    """Stands for a value of any other type: it equals only itself, and is true if the value was."""
+    """Placeholder for values of unsupported types: equal only to itself, with the original truth value."""
 
     def __init__(self, truth: bool) -> None:
         self.truth = truth
@@ -80,13 +81,13 @@ class Other:
 
 
 def encode(value: object, *, strict: bool = False) -> Any:
-    """Return the value as JSON can hold it: itself, or ``[kind, content]``.
+    """Encode a value for JSON, either unchanged or as ``[kind, content]``.
 
-    Subclasses of Python's types (a ``Counter``, a named tuple) become these types, generators and the like iterators;
-    of any other value only its truth is kept.
+    Subclasses of built-in types (``Counter``, named tuples) become their base type, generators become iterators, and
+    anything else keeps only its truth value.
 
     Raises:
-        NoPlainData: a value of another type, where ``strict``.
+        NoPlainData: unsupported type, if ``strict``.
     """
     if value is None or value is True or value is False:
         return value
@@ -109,10 +110,10 @@ def encode(value: object, *, strict: bool = False) -> Any:
 
 
 def decode(code: Any) -> Any:
-    """Return the value, of Python's own types.
+    """Decode a value into built-in Python types.
 
     Raises:
-        ValueError, TypeError, KeyError: nothing that ``encode`` writes.
+        ValueError, TypeError, KeyError: input was not produced by ``encode``.
     """
     if code is None or isinstance(code, bool | str | int):
         return code
@@ -123,11 +124,11 @@ def decode(code: Any) -> Any:
 
 
 def send(descriptor: int, message: object) -> None:
-    """Write one message.
+    """Write a message.
 
     Raises:
-        NoPlainData: it is longer than ``MAX_BYTES``.
-        OSError: the other side is gone.
+        NoPlainData: longer than ``MAX_BYTES``.
+        OSError: the receiver is gone.
     """
     body = json.dumps(message).encode()
     if len(body) > MAX_BYTES:
@@ -138,11 +139,11 @@ def send(descriptor: int, message: object) -> None:
 
 
 def receive(descriptor: int) -> Any:
-    """Read the next message.
+    """Read a message.
 
     Raises:
-        EOFError: there is none any more.
-        ValueError: it is too long, or no JSON.
+        EOFError: no messages left.
+        ValueError: too long, or invalid JSON.
     """
     (size,) = HEADER.unpack(_read(descriptor, HEADER.size))
     if size > MAX_BYTES:
@@ -161,7 +162,7 @@ def _read(descriptor: int, size: int) -> bytes:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Keep standard input and output as descriptors of ours, and let nothing else of this process read or write."""
+    """Move stdin and stdout to private descriptors, so that other code cannot read or write them."""
     reading = os.dup(0)
     writing = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -172,7 +173,7 @@ def _take_pipes() -> tuple[int, int]:
 
 
 def _seed_if_used(source: str) -> None:
-    """Seed ``random`` where it is used, for the same verdict again. Importing it takes milliseconds."""
+    """Seed ``random`` if used, for reproducible verdicts. Importing it takes milliseconds."""
     if "random" in source:
         import random
 
@@ -180,11 +181,11 @@ def _seed_if_used(source: str) -> None:
 
 
 class RaisedInProgram(Exception):
-    """The program raised: the type and the text of the error."""
+    """The program raised an exception; holds its type and message."""
 
 
 def answer() -> None:
-    """Run the program's end: load the program and answer calls until there are no more."""
+    """Run the program's side: load it, then answer calls until the channel closes."""
     calls, replies = _take_pipes()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -220,7 +221,7 @@ def answer() -> None:
 
 
 def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any]:
-    """Call what runs code of the program."""
+    """Call a function that runs program code."""
     try:
         return function(*arguments)
     except BaseException as error:
@@ -228,7 +229,7 @@ def _guarded(function: Callable[..., list[Any]], *arguments: object) -> list[Any
 
 
 def _shown(error: BaseException) -> tuple[str, str]:
-    """Type and first argument if it is text: asking any other object to show itself may take for ever."""
+    """Describe an exception by type and first string argument. Formatting arbitrary objects could hang."""
     text = ""
     if error.args and isinstance(error.args[0], str):
         text = error.args[0]
@@ -236,15 +237,15 @@ def _shown(error: BaseException) -> tuple[str, str]:
 
 
 def test(channel: int) -> None:
-    """Run the tests' end: take the tests from ``channel``, run them with functions of the program, end with a verdict.
+    """Run the tests' side: read tests from ``channel``, run them against the program's functions, exit with a verdict.
 
-    They are sent when this process has said that no other can read its memory.
+    Tests arrive only once this process has made its memory unreadable to others.
     """
     import ctypes
 
     replies, calls = _take_pipes()
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of this user can trace this one
-    if os.path.exists("/proc/self/status"):  # it is not in bubblewrap, where no other process is to be seen
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: block tracing by processes of the same user
+    if os.path.exists("/proc/self/status"):  # outside bubblewrap, which already hides other processes
         with open("/proc/self/status", encoding="ascii") as file:
             if "TracerPid:\t0\n" not in file.read():  # one traces already
                 os._exit(1)
@@ -261,7 +262,7 @@ def test(channel: int) -> None:
 
 
 def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
-    """Define what the tests need, then the functions of the program, then run the tests."""
+    """Define the prelude, then stubs for program functions, then run tests."""
     scope: dict[str, Any] = {"__name__": "tests"}
     exec(compile(spec["prelude"], "prelude", "exec"), scope)
     tests = compile(spec["tests"], "tests", "exec")
@@ -295,7 +296,7 @@ def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
 
 
 def _ask(calls: int, replies: int, call: list[Any]) -> Any:
-    """Make one call; raise what the program raised."""
+    """Call a program function, re-raising any exception."""
     name, arguments, keywords = call
     try:
         send(calls, [name, encode(arguments, strict=True), encode(keywords, strict=True)])
@@ -322,12 +323,12 @@ def _hear(replies: int) -> Any:
 
 
 def error_of(name: str, text: str) -> Exception:
-    """Return the error of this name, if it is an ordinary one of Python's own; else ``ProgramRaised``."""
+    """Look up an ordinary built-in exception by name; falls back to ``ProgramRaised``."""
     kind = getattr(builtins, name, None)
     other = ProgramRaised(f"{name}: {text}")
     if not isinstance(kind, type) or not issubclass(kind, Exception) or name in _NOT_RAISED:
         return other
     try:
         return kind(text)
-    except TypeError:  # one that needs more than a text
+    except TypeError:  # requires multiple arguments
         return other

@@ -1,4 +1,4 @@
-"""Right if a program passes its tests, which run in another sandbox than the program."""
+"""Code grading: a program is correct if it passes its tests, run in a separate sandbox."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from posttrain.graders.sandbox.sandbox import Bounds, SandboxKind, choose_sandbo
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.registry import register
 
-# Where the program stands in an answer. Text rules only: nothing a model wrote is parsed or compiled out here.
+# Locates programs in answers, using text rules only. Nothing written by a model is parsed or compiled here.
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 _DEFINITION = r"^(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*="
 MAX_CHARS = 100_000
 MAX_WORKERS = 8
-WALL_FACTOR = 6  # elapsed time that a grading may take, in units of its computing time
+WALL_FACTOR = 6  # wall-clock limit per grading, as a multiple of CPU time
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, content) of each complete fenced block, in order. Linear."""
+    """List (lowercase language, content) for complete fenced blocks, in order. Linear time."""
     blocks = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
@@ -40,11 +40,11 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_on: bool = False) -> str | None:
-    """Return the program in a completion, or None.
+    """Extract the program from a completion, or None.
 
-    Of what follows the thinking it is the last complete fenced block of Python that defines one of ``names``, else the
-    last such block; without any block the text itself, if it defines one of ``names``, or if it ``goes_on`` in the
-    body that ``prefix`` began (cut at the first line that does not belong to it). ``prefix`` is put before it.
+    Ignores thinking. Prefers the last complete Python block defining one of ``names``, then simply the last one.
+    Without blocks, uses the whole text if it defines one of ``names`` or continues the body begun by ``prefix``
+    (``goes_on``), cut where that body ends. ``prefix`` is prepended.
     """
     response = tagged_response(text)
     if response is None or is_blank(response) or len(response) > MAX_CHARS:
@@ -70,7 +70,7 @@ def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_o
 
 
 def last_program(text: str) -> str | None:
-    """Return the last complete fenced block of Python of what follows the thinking, or None."""
+    """Find the last complete fenced Python block following the thinking, or None."""
     response = tagged_response(text)
     if response is None:
         blocks = []
@@ -94,29 +94,29 @@ def code_tests(
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     num_workers: Annotated[int, Field(ge=1)] | None = None,
 ) -> list[Verdict]:
-    """Right if the program in the answer passes the tests of its problem.
+    """Correct if the program passes all tests.
 
-    ``right = 1[every assertion of the tests holds]``. The program is the last fenced block of Python that defines the
-    function asked for, else the last one, else the text itself if it is code, behind the head that the problem gave.
-    ``meta["tests"]`` holds the ``code`` of the tests, the ``names`` that it calls, its ``prelude``, the head as
-    ``prefix``, and ``goes_on``: the model was to go on from it.
+    ``right = 1[every assertion of the tests holds]``. Takes the last fenced Python block that defines the requested
+    function, else the last block, else the text itself if it is code, prefixed by the head given in the problem.
+    ``meta["tests"]`` holds test ``code``, the ``names`` it calls, a ``prelude``, the head as ``prefix``, and
+    ``goes_on`` (the model was asked to continue from that head).
 
-    The program runs in one sandbox and answers calls; the tests run in another and see its results as plain data. So a
-    program knows no test, and nothing that it changes, prints or kills is a verdict. A program that
-    hangs is a ``timeout``, one that ends itself a ``crash``.
+    The program runs in its own sandbox and answers calls; tests run in another one and see results as plain data.
+    Programs therefore never see their tests and cannot forge a verdict by changing, printing or killing anything.
+    Hanging programs give ``timeout``, programs that exit give ``crash``.
 
     Args:
-        sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
-        timeout_seconds: of computing, for the program and for its tests. The limit on elapsed time is 6 times as long.
-        memory_megabytes: of the program with all processes that it starts, and of its tests.
-        num_workers: gradings at a time; by default one per processor, at most 8. It does not change a verdict.
+        sandbox: ``bubblewrap`` (default), or ``process``, which does not hide this user's files from the program.
+        timeout_seconds: CPU time limit, for program and tests each. The wall-clock limit is 6 times higher.
+        memory_megabytes: memory limit, for the program including its subprocesses and for tests.
+        num_workers: parallel gradings; defaults to one per processor, at most 8. Verdicts do not depend on it.
 
-    Source: the functional correctness of HumanEval (Chen et al. 2021, arXiv 2107.03374), section 2.1. Departure: a
-    change of an argument in place is not seen, and results that are no plain data are refused.
+    Source: functional correctness in HumanEval (Chen et al. 2021, arXiv 2107.03374), section 2.1. Departure: in-place
+    changes to arguments are not visible, and results that are not plain data are rejected.
 
     Raises:
-        UsageError: the sandbox does not work on this machine; the message names what does.
-        RunFailure: a sandbox cannot be set up.
+        UsageError: the sandbox does not work on this machine. The message lists working ones.
+        RunFailure: a sandbox could not be started.
     """
     verdicts = [Verdict("ungraded") for _ in submissions]
     to_run: dict[tuple[str, Checks], list[int]] = {}

@@ -1,4 +1,4 @@
-"""A verdict by two sandboxes: the program in one, its tests in the other, and pipes between them."""
+"""Judge programs with two sandboxes connected by pipes: one for the program, one for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXCHANGE = Path(__file__).with_name("exchange.py").read_bytes()
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Tests of a program: code that calls ``names``, after ``prelude`` has defined what it needs."""
+    """Test code that calls ``names``, following ``prelude``, which defines helpers."""
 
     names: tuple[str, ...]
     tests: str
@@ -37,23 +37,24 @@ class Walls:
 
 
 def judge_all(submissions: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
-    """Return the outcome for each program and its tests, in order; ``num_workers`` at a time.
+    """Judge programs against their tests, ``num_workers`` at a time. Outcomes keep the input order.
 
     Raises:
-        RunFailure: a sandbox cannot be set up.
+        RunFailure: a sandbox could not be started.
     """
     with ThreadPoolExecutor(max(1, min(num_workers, len(submissions)))) as pool:
         return list(pool.map(lambda pair: judge_program(pair[0], pair[1], walls), submissions))
 
 
 def judge_program(program: str, checks: Checks, walls: Walls) -> Outcome:
-    """Return ``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: no valid tests.
+    """Judge one program: ``right``, ``wrong``, ``timeout``, ``crash`` (the program exited) or ``ungraded`` (invalid
+    tests).
 
-    The tests go through a socket to a process whose memory cannot be read; they are in no file, and the program starts
-    afterwards.
+    Tests are sent through a socket to a process with unreadable memory. They are never written to disk, and the
+    program starts only afterwards.
 
     Raises:
-        RunFailure: a sandbox cannot be set up.
+        RunFailure: a sandbox could not be started.
     """
     with ExitStack() as stack:
         ours, theirs = socket.socketpair()
@@ -70,7 +71,7 @@ def judge_program(program: str, checks: Checks, walls: Walls) -> Outcome:
             tester = Program(boot, exchange, (hear_replies, speak_calls, nowhere), *limits, inherited=channel)
             theirs.close()
             ours.settimeout(walls.seconds)
-            with suppress(OSError):  # it ended, or its seconds are over
+            with suppress(OSError):  # exited or timed out
                 if ours.recv(1):
                     send(ours.fileno(), asdict(checks))
             boot = ["-c", "import exchange; exchange.answer()"]

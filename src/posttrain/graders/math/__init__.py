@@ -1,1 +1,1 @@
-"""Mathematical answers: where they stand, how they are read, and whether two are equal."""
+"""Mathematical answers: extraction, parsing, equality."""

@@ -1,8 +1,7 @@
-"""Equality of mathematical answers. The workers of ``graders.math`` run ``compare_answers``.
+"""Equality of mathematical answers. Workers of ``graders.math`` run ``compare_answers``.
 
-What must agree: the kind of the answer, order where order means something, every bracket, every name and every unit
-that both state, and the values. What one side leaves out is forgiven where it is no part of the answer: a unit, a
-name (``x = 3`` and ``3``), the parentheses of a list.
+Both sides must agree in kind, order (if meaningful), brackets, names, units stated by both, and values. Optional parts
+may be missing on one side: a unit, a name (``x = 3`` and ``3``), parentheses around a list.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from posttrain.graders.math.forms import (
 from posttrain.graders.math.notation import unify
 from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, rational, same_value
 
-# What a relation says: the value of a name, the region of a name, or an equation between expressions.
+# A relation assigns a value to a name, restricts a name to a region, or equates expressions.
 
 _SUBSCRIPT = re.compile(r"_\{(?:\\text\{[^{}]*\}|[^{}])*\}|_\w|\\prime|\^\{-1\}")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|rho|sigma|omega|angle)")
@@ -50,11 +49,11 @@ _ELLIPSIS = Expression("\\dots")
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The content of a relation.
+    """A parsed relation.
 
-    ``name`` and ``content``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``; "" where
-    the left side is a calculation (``1+2 = 3``), None of an equation or inequality between expressions. ``sides`` and
-    ``operators``: the whole, never with ``>`` or ``>=``.
+    ``name`` and ``content``: x and 3 for ``x = 3``, x and [1, 2] for ``x \\in [1,2]`` or ``1 \\le x \\le 2``.
+    ``name`` is "" if the left side is a calculation (``1+2 = 3``), None for equations and inequalities between
+    expressions. ``sides`` and ``operators`` hold the whole chain, with ``>`` and ``>=`` flipped.
     """
 
     name: str
@@ -64,10 +63,10 @@ class Statement:
 
 
 def resolve(relation: Relation) -> Statement:
-    """Return what a relation says.
+    """Parse a relation.
 
     Raises:
-        NotUnderstood: a side is empty or cannot be read.
+        NotUnderstood: an empty or unreadable side.
     """
     sides, operators = _without_approximation(relation)
     if not all(sides):
@@ -128,17 +127,17 @@ def is_name(text: str) -> bool:
 
 
 def plain_name(text: str) -> str:
-    """A name without blanks, braces and fonts, so that spellings of it agree."""
+    """Normalize a name: no spaces, braces or fonts."""
     return re.sub(r"\\text|[\s{}]", "", text)
 
 
 def _is_constant(text: str) -> bool:
-    """Return whether no variable stands there; e and i are none."""
+    """Check if an expression is free of variables; e and i are constants."""
     return not re.search(r"[A-Za-df-hj-z]", _COMMAND.sub("", re.sub(r"\\text\{[^{}]*\}", "", text)))
 
 
 def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tuple[str, Form | None]:
-    """The name between constants, and its interval."""
+    """Parse a name bounded by constants, with its interval."""
     if operators == ("!=",) and is_name(sides[0]) and _is_constant(sides[1]):
         return plain_name(sides[0]), all_but(read_form(sides[1]))
     if not set(operators) <= {"<", "<="} or len(sides) > 3:
@@ -170,7 +169,7 @@ _INDEX = re.compile(r"_\d+$")
 _ONE_LETTER = re.compile(r"[A-Za-z]")
 _LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(?!or\b|and\b|[;,])(\S.*)|([^{}]+)\})")
 _CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
-# Spellings of words that stand for an answer.
+# Equivalent spellings of word answers.
 _SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
                "infinity": "\\infty"}  # fmt: skip
 _DOLLAR = canonical_unit("dollars")
@@ -179,14 +178,14 @@ _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
 def compare_answers(item: Sequence[Any]) -> bool:
-    """``[gold, answer, relative tolerance]``: whether the answer is right."""
+    """Compare ``[gold, answer, relative tolerance]``; True if correct."""
     gold, answer, tolerance = item
     left = undress(unify(gold))
     right = undress(unify(answer))
     if without_spaces(left) == without_spaces(right):
         return bool(left)
     labelled = _LABELLED.fullmatch(right)
-    if labelled is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
+    if labelled is not None:  # \\textbf{(C)} 5 is graded according to the gold answer's kind
         value = labelled[2] or labelled[3]
         letter = _CHOICE.fullmatch(left)
         if letter is None:
@@ -203,12 +202,12 @@ def compare_answers(item: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FormComparison:
-    """``relative_tolerance``: of two numbers that are written as such, ``|x − y| ≤ tolerance · |x|``."""
+    """``relative_tolerance``: for plain numbers, accept ``|x − y| ≤ tolerance · |x|``."""
 
     relative_tolerance: float = 0.0
 
     def same(self, gold: Form, answer: Form) -> bool:
-        """Return whether two forms mean the same. A part that cannot be read is the same as nothing."""
+        """Check if two forms are equivalent. Unreadable parts never match."""
         try:
             return self._same(gold, answer)
         except NotUnderstood:
@@ -244,7 +243,7 @@ class FormComparison:
         return len(gold) == len(answer) and all(self.same(*pair) for pair in zip(gold, answer, strict=True))
 
     def _same_unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
-        """Return whether each item of one side is among those of the other. An item may be repeated."""
+        """Check that both sides contain the same items, ignoring repetition."""
         for one in gold:
             if not any(self.same(one, other) for other in answer):
                 return False
@@ -259,7 +258,7 @@ class FormComparison:
             second = _grouped(answer, gold)
             is_ordered = _ELLIPSIS in (*first.items, *second.items)
             if kinds == ("", "") and not is_ordered:
-                # One list names its values (a = 4, b = 5) and the other does not: their order counts.
+                # If only one list names its values (a = 4, b = 5), order matters.
                 num_names = sorted((len(_names(first)), len(_names(second))))
                 is_ordered = num_names[0] == 0 and num_names[1] > 1
             if is_ordered:
@@ -273,7 +272,7 @@ class FormComparison:
         return brackets and self._same_ordered(gold.items, answer.items)
 
     def _same_single(self, gold: Form, answer: Form) -> bool:
-        """A collection and something else: a set of one value is that value, 1:2 is 1/2, x+1 or 1+x is x+1."""
+        """Compare a collection with a scalar form: a one-element set is its element, 1:2 is 1/2, x+1 or 1+x is x+1."""
         collection = gold
         other = answer
         if not isinstance(gold, Collection):
@@ -296,7 +295,7 @@ class FormComparison:
         right = resolve(answer) if isinstance(answer, Relation) else None
         statements = [statement for statement in (left, right) if statement is not None]
         if left is not None and right is not None and _letters_named(left) != _letters_named(right):
-            return False  # x = y = 3 says more than x = 3
+            return False  # x = y = 3 states more than x = 3
         gold_content = gold if left is None else left.content
         answer_content = answer if right is None else right.content
         names = {statement.name for statement in statements if statement.name}
@@ -315,15 +314,15 @@ class FormComparison:
         return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
 
     def _holds(self, statement: Statement) -> bool:
-        """Return whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may be rounded.
+        """Check that ``x = 3 + 2 = 5`` has no contradicting neighbours. The last one may be rounded.
 
-        What has no known value (words, other units, an integral) does not count against it; a number next to a list,
-        an interval or digits with a base does: these are no number.
+        Sides without a known value (words, foreign units, integrals) are ignored. A number next to a list, an
+        interval or digits with a base counts as a contradiction, since those are not numbers.
         """
         if set(statement.operators) != {"="}:
             return True
         for one, other in pairwise(statement.sides):
-            if one.strip() == "e":  # e = 0.6 names an e of its own
+            if one.strip() == "e":  # e = 0.6 defines a variable named e
                 continue
             if not (_has_value(one) and _has_value(other)):
                 if not is_name(one) and self._of_other_kinds(one, other):
@@ -342,17 +341,17 @@ class FormComparison:
         return True
 
     def _of_other_kinds(self, one: str, other: str) -> bool:
-        """Return whether two of number, digits with a base, list and time of day meet, or a list meets another list."""
+        """Check for incomparable kinds: number, digits with a base, list and time of day, or two different lists."""
         sides = {one: read_form(one), other: read_form(other)}
         kinds = {_kind_of(side, form) for side, form in sides.items()}
-        if kinds == {"time", ""}:  # a name or words may be a time, a calculation is none
+        if kinds == {"time", ""}:  # names and words may denote a time, calculations may not
             return any(isinstance(form, Expression) and not is_name(side) for side, form in sides.items())
         if len(kinds) == 2:
             return "" not in kinds
         return kinds == {"list"} and not self.same(*sides.values())
 
     def _same_chain(self, gold: Statement, answer: Statement) -> bool:
-        """Equations and inequalities between expressions: side by side, or by the ratio of their differences."""
+        """Compare equations and inequalities: side by side, or through the ratio of their differences."""
         if gold.operators != answer.operators:
             return False
         pairs = list(zip(gold.sides, answer.sides, strict=True))
@@ -394,7 +393,7 @@ def _value_of_names(statement: Statement) -> str | None:
 
 
 def _letters_named(statement: Statement) -> set[str]:
-    """The single letters that a chain of equations sets equal to one another, where there are two or more."""
+    """Find letters set equal by a chain of equations, if it has at least two."""
     letters = {side.strip() for side in statement.sides if _ONE_LETTER.fullmatch(side.strip())}
     if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2:
         return letters
@@ -402,7 +401,7 @@ def _letters_named(statement: Statement) -> set[str]:
 
 
 def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
-    """Compare 2:4:6 and 1:2:3: the same terms up to one factor that is not negative."""
+    """Compare ratios such as 2:4:6 and 1:2:3: equal up to a nonnegative factor."""
     if len(gold) != len(answer):
         return False
     nothing = rational(Fraction(0))
@@ -417,16 +416,16 @@ def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
 
 
 def _is_whole(form: Form) -> bool:
-    """Return whether it is a whole number, however it is written."""
+    """Check for an integer, in any notation."""
     value = _value_of(form)
     return not value.free_symbols and bool(value.is_integer)
 
 
 def _as_tuple(form: Form) -> Form:
-    """The tuple that a row or a column is; all else as it stands.
+    """Convert a row or column matrix to a tuple. Other forms are unchanged.
 
     Raises:
-        NotUnderstood: a matrix of more rows and columns.
+        NotUnderstood: a matrix with multiple rows and columns.
     """
     if not isinstance(form, Matrix):
         return form
@@ -436,7 +435,9 @@ def _as_tuple(form: Form) -> Form:
 
 
 def _parts(form: Form) -> tuple[Form, ...]:
-    """The members of a union; finite sets one by one; a list of regions (``x < 1 or x > 2``) is their union."""
+    """List members of a union. Finite sets are split; a list of regions (``x < 1 or x > 2``) is treated as their
+    union.
+    """
     if isinstance(form, Union):
         return tuple(part for member in form.parts for part in _parts(member))
     if isinstance(form, Collection) and form.opening == "{":
@@ -451,7 +452,7 @@ def _parts(form: Form) -> tuple[Form, ...]:
 
 
 def _grouped(named: Collection, other: Collection) -> Collection:
-    """``p=5, q=2; p=7, q=2`` as (5, 2), (7, 2) where the other list has pairs and the names return in order."""
+    """Rewrite ``p=5, q=2; p=7, q=2`` as (5, 2), (7, 2) if names repeat in order and the other list holds pairs."""
     tuples = [item for item in other.items if isinstance(item, Collection) and item.opening == "("]
     widths = {len(item.items) for item in tuples}
     if len(tuples) < len(other.items) or len(widths) != 1:
@@ -483,7 +484,7 @@ def _is_empty_set(form: Form) -> bool:
 
 
 def _has_value(side: str) -> bool:
-    """Return whether a side of an equation is a constant that can be evaluated soon."""
+    """Check if one side of an equation is a constant that evaluates quickly."""
     if _UNCHECKED.search(side):
         return False
     try:
@@ -494,7 +495,7 @@ def _has_value(side: str) -> bool:
 
 
 def _kind_of(side: str, form: Form) -> str:
-    """Return the kind of a side of an equation that nothing of another kind can equal; empty for letters and words."""
+    """Classify a side by a kind that only equals itself. Empty for letters and words."""
     if isinstance(form, BasedNumber):
         return "digits with a base"
     if isinstance(form, Collection | Union) or _is_empty_set(form):
@@ -507,7 +508,7 @@ def _kind_of(side: str, form: Form) -> str:
 
 
 def _rounds(exact: str, rounded: str) -> bool:
-    """Return whether the second is a decimal that the first rounds to: 0.33 and 1/3."""
+    """Check if the first rounds to the second, a decimal: 1/3 and 0.33."""
     decimal = _DECIMAL.fullmatch(rounded.replace(" ", ""))
     if decimal is None:
         return False
@@ -516,7 +517,7 @@ def _rounds(exact: str, rounded: str) -> bool:
 
 
 def _letters(form: Form) -> str:
-    """A form in words or letters, without blanks; empty for everything else."""
+    """Text of a word or letter form without spaces, otherwise empty."""
     if isinstance(form, Words):
         letters = _PUNCTUATION.sub("", form.text)
         return _SAME_WORDS.get(letters, letters)
@@ -526,7 +527,7 @@ def _letters(form: Form) -> str:
 
 
 def _same_expression(gold: Form, answer: Form) -> bool:
-    """Values, by sympy. Units as in ``answers.same_quantity``: what only one side states is forgiven."""
+    """Compare values with sympy. Units follow ``answers.same_quantity``: if only one side has a unit, it is ignored."""
     units = [canonical_unit(_unit_of(form)) for form in (gold, answer)]
     if units[0] and units[1] and units[0] != units[1]:
         return False
@@ -552,7 +553,7 @@ def _is_percent(form: Form) -> bool:
 
 
 def _value_of(form: Form) -> Any:
-    """The sympy object of one value."""
+    """Convert a value to sympy."""
     if isinstance(form, Quantity):
         return rational(form.value)
     if isinstance(form, Expression | Matrix):

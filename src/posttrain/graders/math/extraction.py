@@ -1,7 +1,7 @@
-"""Finding the answer in a solution: tags, boxes, "the answer is", the last formula, the last number.
+"""Locate the answer in a solution: tags, boxes, "the answer is", the last formula, the last number.
 
-One candidate is taken, never the best of several: a model that writes more answers does not get more chances. Pure, and
-linear in the length of the text.
+Picks a single candidate, never the best match: listing many answers gives no extra chances. Pure, linear in text
+length.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 
 from posttrain.graders.answers import NUMBER, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
-MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
+MAX_TAIL_CHARS = 4000  # read from the end of untagged solutions; earlier text cannot be the conclusion
 MAX_BARE_CHARS = 400
-MAX_BARE_WORDS = 3  # more words of prose make a sentence of an answer
+MAX_BARE_WORDS = 3  # beyond this many words of prose it is a sentence, not an answer
 
-# What may join two boxes to one answer: "\boxed{1} and \boxed{2}", "\boxed{-2} \quad \text{and} \quad y = \boxed{1}".
+# Joins two boxes into one answer: "\boxed{1} and \boxed{2}", "\boxed{-2} \quad \text{and} \quad y = \boxed{1}".
 _GLUE = re.compile(
     r"(?:[\s$.]|\\[()\[\],;: ]|\\q?quad)*(?:,|;|&|(?:\\text\s*\{\s*)?,?\s*\b(?:and|or)\b\s*\}?)"
     r"(?:[\s$]|\\[()\[\],;: ]|\\q?quad|[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=)*"
@@ -32,7 +32,7 @@ _INTRODUCTION = re.compile(
 _FINAL = re.compile(r"\bfinal\s+answer\s*(?P<verb>is\b|:)\s*[:：]?", re.IGNORECASE)
 _WITHIN_LINE = re.compile(r"\w[^\n]*\Z")
 _RUNS_ON = re.compile(r"[ \t*]*(?:[.,;!?)]|(?:in|as|by|with|now|works?|and|but|because|since|so)\b)", re.IGNORECASE)
-_JUDGEMENTS = frozenset(("correct", "right", "valid", "consistent", "reasonable"))  # of an answer that was given before
+_JUDGEMENTS = frozenset(("correct", "right", "valid", "consistent", "reasonable"))  # marks answers given earlier
 _HOPE = re.compile(r"\.?\s*I hope (?:it|this)|<\||\n\n")
 _SENTENCE_END = re.compile(r"[.!?。]\s+(?=[A-Z\"'(\[*])|[.!?。]?\s*$|。")
 _IS = re.compile(r"\b(?:is|are|equals?|est)\b:?")
@@ -52,13 +52,12 @@ _NAMES_ONLY = re.compile(r"[\s$\\()\[\]]*[A-Za-z](?:_\{?\w\}?)?(?:\([A-Za-z]\))?
 
 
 def find_answer(text: str, extracted: str | None) -> str | None:
-    """The answer of a graded text, or None.
+    """Extract the graded answer, or None.
 
-    What the prompt template found in tags of its own or by a rule of its own counts. Otherwise (and for what was its
-    last box or last number anyway) the text is read: the first complete ``<answer>``, else the last box, or several
-    boxes that "and" or a comma joins; else what "the answer is" introduces; else, unless the text is nothing but an
-    answer, its last formula or number. Thinking that never ends has no answer, and answer tags that are reversed or
-    incomplete have none either.
+    An answer found by the prompt template's own tags or rule takes priority, unless that rule merely took the last
+    box or number. Otherwise search, in order: a complete ``<answer>``; the last box, or multiple boxes joined by
+    "and" or a comma; text introduced by "the answer is"; finally, unless the text is nothing but an answer, its last
+    formula or number. Unfinished thinking, reversed tags and incomplete tags give None.
     """
     response = final_response(text)
     if response is None:
@@ -92,7 +91,7 @@ def _read_tags(response: str, extracted: str | None) -> str | None:
 
 
 def read_solution(text: str) -> str | None:
-    """The answer that a solution without tags ends in."""
+    """Extract the concluding answer from an untagged solution."""
     tail = text[-MAX_TAIL_CHARS:]
     boxes = read_boxes(text)
     if boxes is not None:
@@ -111,9 +110,9 @@ def read_solution(text: str) -> str | None:
 
 
 def read_boxes(text: str) -> tuple[list[str], int] | None:
-    """The contents of the last box and of those before it that "and" or a comma joins to it, and where it ends.
+    """Contents of the last box plus any boxes joined to it by "and" or a comma, with the end position.
 
-    None without any. Of boxes with the same number or text one is kept.
+    None without boxes. Duplicates (equal numbers or texts) are merged.
     """
     boxes = find_boxes(text)
     if not boxes:
@@ -132,8 +131,10 @@ def read_boxes(text: str) -> tuple[list[str], int] | None:
 
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
-    """Return what the last phrase introduces. "So our answer is correct", "an answer in radians" introduce nothing."""
-    passed = False  # a mention; what is said before it must be plainer
+    """Extract text introduced by the last phrase. "So our answer is correct" and "an answer in radians" introduce
+    nothing.
+    """
+    passed = False  # a mere mention; earlier phrases must be more explicit
     for part in reversed(_HOPE.split(text)):
         for match in reversed(list(phrase.finditer(part))):
             answer = _read_statement(part[match.end() :])
@@ -147,7 +148,7 @@ def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
 
 
 def _is_mention(match: re.Match[str], part: str, answer: str) -> bool:
-    """Return whether a phrase in a part of a text judges or mentions an answer, and does not state one."""
+    """Check if a phrase merely mentions or judges an answer without stating it."""
     if answer.casefold().rstrip(".!") in _JUDGEMENTS:
         return True
     if match["verb"] or _states_value(answer):
@@ -157,12 +158,12 @@ def _is_mention(match: re.Match[str], part: str, answer: str) -> bool:
 
 
 def _states_value(statement: str) -> bool:
-    """Return whether a statement is no mere prose ("positive, because ...")."""
+    """Check if a statement is more than prose such as "positive, because ..."."""
     return any(character.isdigit() or character == "\\" for character in statement) or not _WORD.search(statement)
 
 
 def _read_statement(text: str) -> str | None:
-    """Return what follows "the answer is"."""
+    """Extract text following "the answer is"."""
     rest = text.strip()
     if not rest.startswith(("\\(", "\\[")):
         rest = text.strip(' \t\n:*"\\`')
@@ -191,7 +192,7 @@ def _inner(formula: re.Match[str]) -> str:
 
 
 def is_bare(text: str) -> bool:
-    """Return whether a text is an answer by itself and no sentence: one line, few words outside of LaTeX commands."""
+    """Check if a text is a bare answer, not a sentence: one line, few words outside LaTeX commands."""
     if len(text) > MAX_BARE_CHARS or "\n\n" in text:
         return False
     prose = _COMMAND.sub(" ", _TEXT.sub(" ", text))
@@ -206,7 +207,7 @@ def is_bare(text: str) -> bool:
 
 
 def _first_value(text: str) -> str | None:
-    """The first formula that is more than a name, or number."""
+    """First formula beyond a mere name, or first number."""
     formula = next((match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))), None)
     number = NUMBER.search(text)
     if formula is not None and (number is None or formula.start() <= number.start()):
@@ -217,13 +218,13 @@ def _first_value(text: str) -> str | None:
 
 
 def _states_formula(inner: str) -> bool:
-    """Return whether it is no name alone, and no prose between two amounts (``$5 and then pays $``)."""
+    """Reject bare names and prose between dollar amounts (``$5 and then pays $``)."""
     words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", inner)))
     return not _NAMES_ONLY.fullmatch(inner) and sum(word.islower() for word in words) < 2
 
 
 def _last_value(text: str) -> str | None:
-    """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
+    """Last formula beyond a mere name, or a number following it. None if the text has no words."""
     formulas = [match for match in _FORMULA.finditer(text) if _states_formula(_inner(match))]
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None

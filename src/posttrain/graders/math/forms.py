@@ -23,7 +23,7 @@ _MATRIX = re.compile(r"\\begin\{((?:[bp]|small)?matrix|cases)\}([\s\S]*)\\end\{\
 _CONDITION = re.compile(r"(?<![\\A-Za-z])(?:if|for|when|where|whenever|is)(?![A-Za-z])", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'/-]*")
-_CALCULATION = re.compile(r"(?<![A-Za-z]{4})[-/](?![A-Za-z]{4})")  # x-y and a/b are no words; x-axis is
+_CALCULATION = re.compile(r"(?<![A-Za-z]{4})[-/](?![A-Za-z]{4})")  # x-y and a/b are not words; x-axis is
 _TEXT_ONLY = re.compile(r"\\text\{([^{}]*)\}\.?")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*_\{(?:\\text\{)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve)\}?\}")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
@@ -48,19 +48,19 @@ _UNIT_WORDS = re.compile(r"(?<=[\d})\s])\s*([A-Za-z]{2,}(?:[ /-][A-Za-z]{2,})*)\
 
 
 class NotUnderstood(Exception):
-    """The text has no form that is known here; the message says why."""
+    """Unsupported notation; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """An answer in words: lower case, single spaces."""
+    """A word answer: lowercase, single spaces."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BasedNumber:
-    """Digits with a base: ``101_2``. It equals no number without the base: that would be another representation."""
+    """Digits with a base, such as ``101_2``. Never equals a plain number, since that is a different representation."""
 
     digits: str
     base: str
@@ -68,7 +68,7 @@ class BasedNumber:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """LaTeX of one value, without its unit. ``percent``: a % sign stood behind it."""
+    """LaTeX for a value without its unit. ``percent``: followed by a % sign."""
 
     latex: str
     unit: str = ""
@@ -90,7 +90,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """Sets that are joined by ∪."""
+    """Sets joined by ∪."""
 
     parts: tuple[Form, ...]
 
@@ -115,17 +115,17 @@ Form = Words | Quantity | BasedNumber | Expression | Collection | Union | Relati
 
 
 def undress(text: str) -> str:
-    """Unified text without math delimiters, quotes and a final period or comma."""
+    """Strip math delimiters, quotes and a final period or comma from unified text."""
     for mark in ("\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, "")
     return text.strip(' "`').rstrip(" .,;:\\").strip()
 
 
 def read_form(text: str, depth: int = 0) -> Form:
-    """Return the form of an answer, given as unified text without math delimiters.
+    """Parse an answer, given as unified text without math delimiters.
 
     Raises:
-        NotUnderstood: nested too deeply, too many items, unbalanced brackets, or nothing there.
+        NotUnderstood: nested too deeply, too many items, unbalanced brackets, or empty.
     """
     text = _unwrap(text.strip())
     if not text:
@@ -154,7 +154,7 @@ def read_form(text: str, depth: int = 0) -> Form:
 
 
 def _read_equations(text: str) -> Relation:
-    """A chain of equations in which every comma parts thousands: ``a = 1,000 = 2*500``."""
+    """Parse an equation chain whose commas are all thousands separators: ``a = 1,000 = 2*500``."""
     sides = []
     pieces, _ = split(text, ("=",))
     for side in pieces:
@@ -165,10 +165,10 @@ def _read_equations(text: str) -> Relation:
 
 
 def split(text: str, marks: Sequence[str] | dict[str, str]) -> tuple[list[str], list[str]]:
-    """The pieces between marks that stand outside of all brackets, and these marks.
+    """Split text at marks outside brackets. Returns (pieces, marks).
 
     Raises:
-        NotUnderstood: unbalanced brackets, or more than ``MAX_ITEMS`` pieces.
+        NotUnderstood: unbalanced brackets, or too many pieces (``MAX_ITEMS``).
     """
     pieces: list[str] = []
     separators: list[str] = []
@@ -203,7 +203,7 @@ def _unwrap(text: str, opening: str = "{") -> str:
 
 
 def _closing_of(text: str) -> int | None:
-    """Return where the bracket with which the text begins closes."""
+    """Find the closing bracket matching an opening one at position 0."""
     level = 0
     for match in _TOKENS.finditer(text):
         level += _LEVELS.get(match[0], 0)
@@ -213,9 +213,10 @@ def _closing_of(text: str) -> int | None:
 
 
 def _read_simple(text: str, depth: int) -> Form | None:
-    """Numbers, numbers with a base, times of day, sets of real numbers, words."""
+    """Parse numbers, numbers with a base, times of day, real-number sets, words."""
     quantity = parse_quantity(text)
-    if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):  # 1/2 x is no quantity of x
+    # 1/2 x does not measure a quantity x
+    if quantity is not None and (len(quantity.unit) != 1 or is_known_unit(quantity.unit)):
         return quantity
     digits = text
     if text.startswith("\\text{"):
@@ -245,7 +246,7 @@ def _read_simple(text: str, depth: int) -> Form | None:
 
 
 def _read_text(text: str, depth: int) -> Form:
-    """The content of ``\\text{}``: a letter, a list, a time of day, or words."""
+    """Parse ``\\text{}`` contents: a letter, a list, a time of day, or words."""
     letter = _LETTER.fullmatch(text)
     if letter is not None:
         return Expression(letter[1])
@@ -255,7 +256,7 @@ def _read_text(text: str, depth: int) -> Form:
 
 
 def all_but(hole: Form) -> Form:
-    """The real numbers without one."""
+    """The reals minus a point."""
     ends = ((Expression("-\\infty"), hole), (hole, Expression("\\infty")))
     return Union(tuple(Collection("(", ")", pair) for pair in ends))
 
@@ -274,7 +275,7 @@ def _read_list(items: list[str], text: str, depth: int) -> Form:
 
 
 def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
-    """``±`` inside of a list makes two items of it."""
+    """``±`` inside a list expands to two items."""
     items: list[Form] = []
     for form in forms:
         if isinstance(form, Collection) and not form.opening:
@@ -285,7 +286,7 @@ def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
 
 
 def _read_bracketed(text: str, depth: int) -> Form | None:
-    """A tuple, an interval, a set; brackets around one value are dropped."""
+    """Parse a tuple, an interval or a set; brackets around a single value are dropped."""
     opening = next((mark for mark in ("(", "[", "\\{") if text.startswith(mark)), None)
     closing = next((mark for mark in ("\\}", ")", "]") if text.endswith(mark)), None)
     if opening is None or closing is None or _closing_of(text) != len(text) - len(closing):
@@ -307,7 +308,7 @@ def _read_bracketed(text: str, depth: int) -> Form | None:
 
 
 def _read_matrix(text: str, depth: int) -> Form | None:
-    """A matrix; of ``cases`` with a condition each the pairs, of other ``cases`` the list."""
+    """Parse a matrix. ``cases`` become pairs if each has a condition, otherwise a list."""
     match = _MATRIX.fullmatch(text)
     if match is None or "\\begin{" in match[2]:
         return None
@@ -328,7 +329,7 @@ def _read_matrix(text: str, depth: int) -> Form | None:
 
 
 def _read_entry(text: str, depth: int) -> Form | None:
-    """A value or a condition, without the words that introduce a condition. None of an empty cell."""
+    """Parse a value or condition, dropping words that introduce conditions. None for empty cells."""
     bare = _CONDITION.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" ,.;")
     if _SENTENCE.search(bare) and not split(bare, _RELATIONS)[1]:
         return Words(" ".join(bare.casefold().split()))
@@ -338,7 +339,7 @@ def _read_entry(text: str, depth: int) -> Form | None:
 
 
 def _read_expression(text: str, depth: int) -> Form:
-    """One value: a ratio, or an expression with its unit taken away."""
+    """Parse a scalar: a ratio, or an expression stripped of its unit."""
     terms, colons = split(text, (":",))
     if colons and all(terms):
         return Collection(":", "", tuple(read_form(term, depth + 1) for term in terms))
@@ -359,7 +360,7 @@ def _read_expression(text: str, depth: int) -> Form:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """The unit at the end (a currency at the start), and the rest."""
+    """Split off a trailing unit, or a leading currency."""
     if text.startswith("$"):
         return "dollar", text[1:]
     degrees = _DEGREES.search(text)
@@ -380,5 +381,5 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def is_time(form: Form) -> bool:
-    """Return whether it is a time of day: 1:03pm."""
+    """Check for a time of day: 1:03pm."""
     return isinstance(form, Words) and _CLOCK.fullmatch(form.text) is not None

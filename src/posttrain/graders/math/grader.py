@@ -1,4 +1,4 @@
-"""Mathematical answers: right if they mean the gold answer, however they are written."""
+"""Mathematical answers: correct if equivalent to the gold answer, in any notation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from posttrain.registry import register
 from posttrain.signatures import Range
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
-PARSERS = ("sympy", "latex2sympy2-extended")  # by their names on PyPI
-MAX_ANSWER_CHARS = 1500  # a longer answer is compared as text
-MIN_SOLUTION_CHARS = 200  # of a gold answer that is a sentence
+PARSERS = ("sympy", "latex2sympy2-extended")  # names on PyPI
+MAX_ANSWER_CHARS = 1500  # longer answers are compared as text
+MIN_SOLUTION_CHARS = 200  # for gold answers that are sentences
 MAX_WORKERS = 4
-WALL_FACTOR = 12  # elapsed time that an item may take, in units of its computing time
+WALL_FACTOR = 12  # wall-clock limit per item, as a multiple of CPU time
 
 
 @register("grader", batched=True)
@@ -32,28 +32,28 @@ def math(
     num_workers: Annotated[int, Range(ge=1)] | None = None,
     relative_tolerance: Annotated[float, Range(ge=0, lt=1)] = 0.0,
 ) -> list[Verdict]:
-    """Right if the answer means the same as the gold answer.
+    """Correct if the answer is equivalent to the gold answer.
 
-    The answer is what the prompt template found in its tags or box; otherwise the text behind the thinking is read
-    for the last ``\\boxed{}``, "the answer is", the last formula or number (see ``graders.math.extraction``).
+    Uses the answer found by the prompt template's tags or box. Otherwise searches text following the thinking for the
+    last ``\\boxed{}``, "the answer is", a final formula or number (see ``graders.math.extraction``).
 
-    Equal are: numbers (2/4 = 1/2, .5 = 50%, 1,000 = 10^{3}, 2 1/2 = 5/2), expressions of equal value (√12 = 2√3,
-    (r+5)^2 = (r+5)(r+5)), sets and lists in any order, tuples and matrices in theirs, intervals with the same
-    brackets (x \\in [1,2] = 1 \\le x \\le 2), equations that say the same, ``x = 3`` and ``3``, words without case.
-    A unit that only one side states is forgiven. Not equal are: other variables, other brackets, other units, digits
-    with another base, several answers for one, decimals that are only near (see ``relative_tolerance``).
+    Equal: numbers (2/4 = 1/2, .5 = 50%, 1,000 = 10^{3}, 2 1/2 = 5/2), expressions of equal value (√12 = 2√3, (r+5)^2
+    = (r+5)(r+5)), sets and lists in any order, tuples and matrices in order, intervals with identical brackets (x
+    \\in [1,2] = 1 \\le x \\le 2), equivalent equations, ``x = 3`` and ``3``, words regardless of case. A unit stated
+    by only one side is forgiven. Not equal: different variables, brackets or units, digits with a different base,
+    multiple answers where one is expected, approximate decimals (see ``relative_tolerance``).
 
-    What is not decided by exact arithmetic goes to worker processes that can be killed. An answer that takes too
-    long or too much memory has the outcome ``timeout`` or ``crash``; both count as not right.
+    Cases beyond exact arithmetic go to killable worker processes. Answers that exceed time or memory limits give
+    ``timeout`` or ``crash``; both count as incorrect.
 
     Args:
-        timeout_seconds: computing time for one answer. The limit on elapsed time is 12 times as long.
-        memory_megabytes: memory for one answer.
-        num_workers: processes; the default is one per processor, at most 4. It does not change any verdict.
-        relative_tolerance: two numbers x (gold) and y are equal if ``|x − y| ≤ relative_tolerance · |x|``.
+        timeout_seconds: CPU time per answer. The wall-clock limit is 12 times higher.
+        memory_megabytes: memory per answer.
+        num_workers: worker processes; defaults to one per processor, at most 4. Verdicts do not depend on it.
+        relative_tolerance: numbers x (gold) and y are equal if ``|x − y| ≤ relative_tolerance · |x|``.
 
-    Source: LaTeX is read by the parser of math-verify (Hugging Face, 2025). Departure: answers are compared here by
-    their kind and by exact and high-precision arithmetic, since its own comparison accepts wrong answers.
+    Source: LaTeX parsing uses math-verify (Hugging Face, 2025). Departure: comparison is implemented here, by kind
+    and with exact and high-precision arithmetic, since math-verify's own accepts wrong answers.
     """
     verdicts = [Verdict("ungraded") for _ in submissions]
     places: dict[tuple[str, str], list[int]] = {}  # by gold and given answer, which are compared once
@@ -100,7 +100,7 @@ def _find_answer(submission: Submission) -> str | None:
 
 
 def _require_parser() -> None:
-    """Refuse to compare expressions where what reads them is not installed."""
+    """Fail early if the packages for comparing expressions are missing."""
     absent = [package for package in PARSERS if find_spec(package.replace("-", "_")) is None]
     if absent:
         raise UsageError(
@@ -110,7 +110,7 @@ def _require_parser() -> None:
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
-    """Return whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
+    """Decide cheaply by numbers or spelling; None if undecided. Never slow."""
     if gold.strip() == answer.strip() != "":
         return True
     if len(answer) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
@@ -125,7 +125,7 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
 
 
 def _read_gold(answer: str | None) -> str | None:
-    """A gold answer may be a whole solution, with its answer in a box or behind "the answer is"."""
+    """Extract the answer if gold is a whole solution, boxed or following "the answer is"."""
     if answer is None:
         return None
     gold = fold_signs(answer)

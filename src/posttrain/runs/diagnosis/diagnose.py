@@ -20,7 +20,7 @@ from posttrain.untrusted import kind_of_file
 
 OF_ROLLOUTS = ("reward", "entropy", "truncated", "uniform_groups")
 OF_ROWS = ("loss", "grad_norm")
-KINDS = ("fault", "level", "explanation")
+KINDS = ("fault", "audit", "level", "explanation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,13 @@ class Diagnosis:
         return [one for one in self.findings if one.kind == kind]
 
 
-def diagnose_run(folder: Path) -> Diagnosis:
+def diagnose_run(folder: Path, audit: int | None = None) -> Diagnosis:
     """Read a run, which may be finished, running or interrupted, and return what is found; no code of it is run.
 
+    ``audit``: the update that is computed again (``audit.audit_update``); None: none is.
+
     Raises:
-        UsageError: it trains no language model, or has made no step yet.
+        UsageError: it trains no language model, has made no step yet, or the update cannot be audited.
         DataError: a file of it is damaged.
     """
     directory = RunDirectory(folder)
@@ -66,6 +68,10 @@ def diagnose_run(folder: Path) -> Diagnosis:
     found += [*read_warnings(rows), *read_levels(curves, primary)]
     found += [*_state_of(summary.state, summary.step, summary.steps), *_unread(directory, has_database, updates)]
     found += [*_missing(curves), *explain_curves(curves)]
+    if audit is not None:
+        from posttrain.runs.diagnosis.audit.audit import audit_update  # it loads models
+
+        found += audit_update(folder, audit)
     ordered = sorted(_once(found), key=lambda one: (KINDS.index(one.kind), one.step or 0))
     return Diagnosis(summary.state, summary.step, summary.steps, updates.curves.num_records, tuple(ordered))
 

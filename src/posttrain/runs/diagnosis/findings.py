@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FindingKind = Literal["fault", "level", "explanation"]
+FindingKind = Literal["fault", "audit", "level", "explanation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +13,9 @@ class RunFinding:
     """A finding about a run.
 
     Args:
-        kind: ``fault``: the books do not balance, which proves that something is wrong. ``level``: a number that is
-            often seen with trouble, and proves nothing. ``explanation``: looks wrong and is not, or says which part of
-            the run could not be read.
+        kind: ``fault``: the books do not balance, which proves that something is wrong. ``audit``: a number of an
+            audited update that agrees. ``level``: a number that is often seen with trouble, and proves nothing.
+            ``explanation``: looks wrong and is not, or says which part of the run could not be read.
         check: the balance, the metric or the file that it is about.
         step: the update at which it is seen first; None if it is about the whole run.
         expected: the value that the records or experience give.

@@ -8,7 +8,8 @@ from typing import Any
 from posttrain.balances.advantages import formulas_of_advantages
 from posttrain.balances.limits import kl_limit
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
-from posttrain.balances.record import Formula, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
+from posttrain.balances.masks import formulas_of_masks
+from posttrain.balances.record import Formula, MaskFacts, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
@@ -60,6 +61,7 @@ def describe_run(
         Formula(recipe.aggregate.name, recipe.aggregate.options),
         advantage=_formula(recipe.advantage),
         correction=_formula(recipe.correction),
+        masks=tuple(MaskFacts(one.name, one.options, one.divisor) for one in recipe.masks),
         **regularizers,
         level=components.level,
         sampling=sampling,
@@ -113,6 +115,7 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         takes_all=takes_all,
         keeps_unscored=components.keeps_unscored,
         masks_truncated=rollout.mask_truncated,
+        divides_all=rollout.truncated_divisor == "all",
         redraws=rollout.drop_uniform_groups,
         is_cut=rollout.is_truncated and not replays,
         replays=replays,
@@ -156,8 +159,10 @@ def without_formula(components: Components) -> list[str]:
         "advantage": recipe.advantage,
         "correction": recipe.correction,
     }
+    chosen |= {f"masks.{number}": mask for number, mask in enumerate(recipe.masks)}
     aggregations, corrections = formulas_of_weights()
     known = formulas_of_losses() | OF_DISTRIBUTIONS | aggregations | corrections | formulas_of_advantages()
+    known |= formulas_of_masks()
     names = []
     for key, component in chosen.items():
         if component is not None and component.name not in known:

@@ -9,20 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from posttrain.balances.of_updates import AdamShadow, clip_scale, update_gap
+from posttrain.balances.of_updates import (
+    OF_GRADIENTS,
+    OF_STEPS,
+    AdamShadow,
+    along_directions,
+    clip_scale,
+    sampled,
+    update_gap,
+)
 from posttrain.process_group import own_part
 from posttrain.types import with_float64
 
-NUM_EACH = 64  # of a tensor
 NOISE = 1e-4  # of an update: moments that a resumed run reads again are rounded to fp32
 
 
-def sample_evenly(tensors: Sequence[Tensor], num_each: int = NUM_EACH) -> Tensor:
+def sample_evenly(tensors: Sequence[Tensor]) -> Tensor:
     """Return evenly spaced values of every tensor, in float64 on the CPU; of sharded ones those held here."""
     parts = []
     for tensor in tensors:
-        flat = own_part(tensor.detach()).reshape(-1)
-        parts.append(flat[:: max(1, flat.numel() // num_each)])
+        parts.append(sampled(own_part(tensor.detach()).reshape(-1)))
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
     if len({(part.dtype, part.device) for part in parts}) == 1:
@@ -70,8 +76,11 @@ class WatchedWeights:
         self._gradients[self._present] = sample_evenly(gradients)
 
     def after_update(self, lr: float, norm: float) -> dict[str, float]:
-        """Return ``moved`` (|Δw| / |w| of the sample), ``step_size`` (root mean square of the steps) and ``update_gap``
-        (``balances.of_updates.update_gap``), where the optimizer is AdamW."""
+        """Return ``moved`` (|Δw| / |w| of the sample) and ``step_size`` (root mean square of the steps).
+
+        Where the optimizer is AdamW, also ``update_gap`` (``balances.of_updates.update_gap``), and gradients and steps
+        along a few directions, from which an audit tells whether they are those that it computes.
+        """
         after = sample_evenly(self.parameters)
         steps = after - self._before
         moving = steps[steps != 0]
@@ -80,6 +89,7 @@ class WatchedWeights:
             measured["step_size"] = float(moving.square().mean().sqrt())
             measured["moved"] = float(steps.norm() / self._before.norm().clamp(min=1e-30))
         if self._shadow is not None:
+            measured |= along_directions(OF_GRADIENTS, self._gradients) | along_directions(OF_STEPS, steps)
             scale = clip_scale(norm, self.max_grad_norm)
             expected = self._shadow.step(self._before, self._gradients, self._present, lr, scale)
             gap = update_gap(self._before, after, expected)

@@ -30,7 +30,7 @@ from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.prompts import Prompts
 from posttrain.training.sources.rollout_metrics import describe_choice, describe_rollouts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import Batch, Rollout, Sample, Tokenizer, collate
+from posttrain.types import LEFT_OUT, Batch, Rollout, Sample, Tokenizer, collate
 
 if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
@@ -122,7 +122,7 @@ class RolloutSource(Source):
 
     def _tell_length(self) -> None:
         """Tell rewards how long the run is."""
-        length = self.grader.run_length
+        length = self.grader.run_course
         length.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
         if self.train.steps is not None:
             length.max_steps = self.train.steps
@@ -157,7 +157,7 @@ class RolloutSource(Source):
             draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
         if draw.batch is not None:
             started = time.perf_counter()
-            draw.batch = self.batch_fields.before_step(draw.batch)
+            draw.batch = self.batch_fields.before_step(draw.batch, step)
             if draw.timing:
                 draw.timing["fill_seconds"] += time.perf_counter() - started
         return draw
@@ -221,7 +221,7 @@ class RolloutSource(Source):
         end = len(groups) * (part + 1) // self.minibatches
         chosen = {groups[int(i)] for i in order[start:end]}
         rows = [b for b, group in enumerate(batch.group.tolist()) if group in chosen]
-        if not rows:
+        if not rows or not bool(batch.trained_mask[rows].any()):
             return None
         return batch.select(rows)
 
@@ -240,7 +240,8 @@ class RolloutSource(Source):
             _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
         trained = self._unmasked(chosen, units)
         # advantages per token are over all completions, the masked ones included
-        rows = units if self.advantage_estimator.needs_batch else trained
+        reads_all = self.advantage_estimator.needs_batch or self.options.truncated_divisor == "all"
+        rows = units if reads_all else trained
         batch: Batch | None = None
         if rows:
             batch = self.batch_of(chosen, rows)
@@ -256,7 +257,7 @@ class RolloutSource(Source):
         if batch is not None:
             metrics |= self._fill_batch_fields(batch, chosen, rows, rewards, step)
             if len(trained) < len(rows):
-                batch = self._rows_of(batch, rows, set(trained))
+                batch = self._without_truncated(batch, rows, set(trained))
         if batch is None:
             self._warnings.setdefault(_why_empty(chosen, units), False)
         metrics |= describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
@@ -272,16 +273,17 @@ class RolloutSource(Source):
         timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
         return TrainBatch(batch, True, everything, metrics, timing, is_changed=self._is_changed(step))
 
-    def _rows_of(self, batch: Batch, units: Units, kept: Collection[tuple[Place, ...]]) -> Batch | None:
-        """Return the rows of the kept units, of a batch of these units."""
+    def _without_truncated(self, batch: Batch, units: Units, kept: Collection[tuple[Place, ...]]) -> Batch | None:
+        """Return the rows of the kept units of a batch; with ``truncated_divisor: all`` the others are marked."""
         each = self.rows_per_unit
-        places: list[int] = []
-        for index, unit in enumerate(units):
-            if unit in kept:
-                places += range(index * each, (index + 1) * each)
+        is_kept = [unit in kept for unit in units for _ in range(each)]
+        places = [place for place, kept_here in enumerate(is_kept) if kept_here]
         if not places:
             return None
-        return batch.select(places)
+        if self.options.truncated_divisor == "kept":
+            return batch.select(places)
+        batch.fields[LEFT_OUT] = 1.0 - torch.tensor(is_kept, dtype=torch.float32)
+        return batch
 
     def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
         """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
