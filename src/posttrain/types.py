@@ -213,10 +213,11 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) and the decoded completion without
     its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
     ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
-    last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``skipped``: rewards
-    in TRL's form that returned None for it, which have no part. ``is_scored``: False if all of the recipe's did; it is
-    then not compared with its group, and its advantage is 0. ``extra``: columns that rewards logged (``log_extra``).
-    ``logged``: of the first answer of a batch, the values of metrics that rewards logged (``log_metric``).
+    last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``feedback``: what
+    the environment says of it to a teacher. ``skipped``: rewards in TRL's form that returned None for it, which have no
+    part. ``is_scored``: False if all of the recipe's did; it is then not compared with its group, and its advantage is
+    0. ``extra``: columns that rewards logged (``log_extra``). ``logged``: of the first answer of a batch, the values of
+    metrics that rewards logged (``log_metric``).
     """
 
     example: Example
@@ -238,6 +239,7 @@ class Rollout:
     is_scored: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, list[float]] = field(default_factory=dict)
+    feedback: str | None = None
 
     @property
     def has_failed(self) -> bool:

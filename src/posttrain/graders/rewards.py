@@ -31,7 +31,7 @@ from posttrain.graders.column_rewards import (
     listed_results,
     takes_columns,
 )
-from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade, is_blank
+from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade_submissions, is_blank
 from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
@@ -285,6 +285,23 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
     return names
 
 
+def refuse_rows(components: Sequence[RewardComponent], tasks: Mapping[str, Sequence[Example]]) -> None:
+    """Let rewards that read something of each row refuse rows without it, before a model is loaded.
+
+    Raises:
+        DataError: with the first such row.
+    """
+    for index, component in enumerate(components):
+        where = f"rewards.{index}"
+        entry = find("reward", component.name, where)
+        refuse = entry.traits.get("refuses_rows")
+        if refuse is None:
+            continue
+        options = {name: x for name, x in entry.bind(component.options, where).keywords.items() if name != "where"}
+        for name, examples in tasks.items():
+            refuse(examples, f"{where}: {entry.name}, task {name}", **options)
+
+
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Look up the reward measuring the template's format, or None if it has no format."""
     if has_tags:
@@ -417,7 +434,7 @@ def correct(
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):
         places = [place for place, own in enumerate(names) if own == name]
-        graded = grade(name, [submissions[place] for place in places], options)
+        graded = grade_submissions(name, [submissions[place] for place in places], options)
         verdicts.update(zip(places, graded, strict=True))
     return [verdicts[place] for place in range(len(submissions))]
 

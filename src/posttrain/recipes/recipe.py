@@ -16,6 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
 from posttrain.recipes.older import OLDER_RECIPES
+from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
@@ -23,7 +24,6 @@ from posttrain.recipes.sections import (
     ComponentList,
     DataSection,
     EvalSection,
-    HeadSection,
     KLInRewardSection,
     MaskComponent,
     ModelSection,
@@ -32,7 +32,6 @@ from posttrain.recipes.sections import (
     RewardComponent,
     RolloutSection,
     ScaleSection,
-    TeacherSection,
     TrainSection,
     as_list,
     read_parts,

@@ -334,6 +334,7 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
         is_scored=grade.is_scored,
         extra=grade.extra,
         logged=grade.logged,
+        feedback=episode.feedback,
     )
 
 

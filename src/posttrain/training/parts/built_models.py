@@ -1,4 +1,4 @@
-"""The models of a run before its first step: the trained one, its heads, the reference, the shards and a teacher."""
+"""The models of a run before its first step: the trained one, its heads, the reference and the shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from posttrain.data.base import Task, document_texts
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
 from posttrain.models.config import context_length
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
@@ -20,7 +20,7 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.models.written.untrained import note_untrained
 from posttrain.process_group import ProcessGroup
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import ModelSection, TeacherSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.training.batch_fields import scoring_temperature
 from posttrain.training.checks import Components
 from posttrain.training.step import same_digest, weights_digest
@@ -84,7 +84,7 @@ def build_models(
             components.objective, recipe.objective.options, recipe.head, policy, recipe.train.seed
         )
         reference: Reference | None = None
-        if "reference" in components.parts or recipe.eval.num_kl_prompts:
+        if components.needs_start:
             from posttrain.models.reference import Reference
 
             reference = Reference(policy)
@@ -130,42 +130,6 @@ def _forward(model: Model, precision: str, temperature: float) -> Forward:
     if precision == "bf16":
         return Forward(model, temperature, precision="bf16")
     return Forward(model, temperature, precision="fp32")  # with tf32 the GPU rounds, not the pass
-
-
-def compare_over_shared_ids(
-    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
-) -> None:
-    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
-
-    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
-    """
-    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
-    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
-    if not is_own:
-        teacher.restrict(num_ids, targets=True)
-    for student in students:
-        student.restrict(num_ids)
-
-
-def load_teacher(teacher: TeacherSection, student: ModelSection, models: BuiltModels, precision: str) -> Forward:
-    """Return the forward pass of another model that teaches, in the ``dtype`` of the student unless it has one.
-
-    Raises:
-        UsageError: its vocabulary is not the student's.
-    """
-    section = ModelSection(
-        name=teacher.name,
-        dtype=teacher.dtype or student.dtype,
-        device=student.device,
-        trust_remote_code=teacher.trust_remote_code,
-    )
-    loaded = load_model(section, seed=0)
-    if loaded.tokenizer.get_vocab() != models.tokenizer.get_vocab():
-        raise UsageError(
-            f"teacher.name: {teacher.name!r} has another vocabulary than the student; probabilities of tokens "
-            "can only be compared within one. Choose a teacher of the same family"
-        )
-    return _forward(loaded.model.eval().requires_grad_(False), precision, models.policy.temperature)
 
 
 def _load_trained(section: ModelSection, task: Task, seed: int, device: str | None) -> LoadedModel:

@@ -49,6 +49,10 @@ UNSCORED = (
     "every reward returned None for some answers of a batch: they are left out of the comparison with their group, and "
     "their advantage is 0 (metric no_reward)"
 )
+NOTHING_SHOWN = (
+    "no row of this rollout batch has what its teacher is to see (teacher.sees), or room for it: the teacher reads what"
+    " the student reads"
+)
 OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
 
 
@@ -453,6 +457,8 @@ class RolloutSource(Source):
             rows = [(n, g) for unit in units for n, g in unit]
             teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
             batch.fields["has_feedback"] = has_feedback
+            if not bool(has_feedback.any()):
+                self._warnings.setdefault(NOTHING_SHOWN, False)
         self.batch_fields(batch, teacher_batch, every_row=self._reads_every_row(step))
         if not self.advantage_estimator.needs_batch:
             return {}
