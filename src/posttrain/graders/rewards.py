@@ -35,7 +35,7 @@ from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade
 from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
-from posttrain.types import TRUNCATED, Turn
+from posttrain.types import TRUNCATED, Example, Turn
 
 # Inputs available to rewards, with their meaning.
 AVAILABLE: dict[str, str] = {
