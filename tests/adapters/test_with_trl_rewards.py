@@ -178,7 +178,7 @@ def by_us(tokenizer: Any, folder: Path, rewards: Rewards, is_conversation: bool,
         declare_code(name)
         components.append(RewardComponent(name=name, weight=weight))
     grader = build_grader(components, template)
-    grader.run_course.max_steps = 1
+    grader.run_extent.max_steps = 1
     script = ids_of(tokenizer)
     prompts = [encode_prompt(tokenizer, template, one.messages) for one in task.examples]
     engine = FakeEngine(lambda prompt, key: script.pop(0))

@@ -17,7 +17,7 @@ from posttrain.graders.column_rewards import RewardLog, TrainingState, takes_col
 from posttrain.graders.rewards import BoundReward, bind_reward
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry
-from posttrain.sampling.rollout import Attempt, Grade, Grader, RunCourse, build_grader
+from posttrain.sampling.rollout import Attempt, Grade, Grader, RunExtent, build_grader
 from posttrain.types import Call, Completion, Example, Message, Turn
 from refusing import refuses
 
@@ -26,10 +26,10 @@ def reward_of(function: Callable[..., Any], name: str = "mine") -> BoundReward:
     return bind_reward(Entry("reward", name, function, {}))
 
 
-def grader_of(*functions: Callable[..., Any], run_course: RunCourse | None = None) -> Grader:
+def grader_of(*functions: Callable[..., Any], run_extent: RunExtent | None = None) -> Grader:
     rewards = [(f"r{number}", 2.0**number, reward_of(function)) for number, function in enumerate(functions)]
     template = registry.find("template", "r1_zero").bind({})()
-    return Grader(template, tuple(rewards), None, num_rewards=len(rewards), run_course=run_course or RunCourse())
+    return Grader(template, tuple(rewards), None, num_rewards=len(rewards), run_extent=run_extent or RunExtent())
 
 
 def example(prompt: str = "How many?", **fields: Any) -> Example:
@@ -201,7 +201,7 @@ def test_trainer_state_counts_finished_updates() -> None:
         seen.append(trainer_state)
         return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
 
-    grader = grader_of(reward, run_course=RunCourse(max_steps=8, num_epochs=1.5, steps_per_epoch=4.0))
+    grader = grader_of(reward, run_extent=RunExtent(max_steps=8, num_epochs=1.5, steps_per_epoch=4.0))
     assert [grade.reward for grade in grader.grade([attempt("x")], num_updates=2)] == [0.25]
     assert (seen[0].epoch, seen[0].num_train_epochs, seen[0].log_history) == (0.5, 2, [])
     assert [grade.reward for grade in graded(reward, attempts=[attempt("x")])] == [0.0], "outside of a run"

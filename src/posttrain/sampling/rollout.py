@@ -73,8 +73,8 @@ class Grade:
 
 
 @dataclass(slots=True)
-class RunCourse:
-    """The course of a run, which rewards in TRL's form may read. ``steps_per_epoch``: updates of one pass."""
+class RunExtent:
+    """The number of steps of a run, which rewards in TRL's form may read. ``steps_per_epoch``: updates of one pass."""
 
     max_steps: int = 0
     num_epochs: float = 0.0
@@ -96,7 +96,7 @@ class Grader:
 
     ``correct`` and the format of a template that asks for one are always measured, at weight 0 unless the recipe
     rewards them. ``folder``: the run's own, for rewards that store something. ``num_rewards``: the number of the
-    recipe's, which come first; None: all. ``run_course``: of the run.
+    recipe's, which come first; None: all. ``run_extent``: of the run.
     """
 
     template: Template
@@ -104,7 +104,7 @@ class Grader:
     format_part: str | None
     folder: Path | None = None
     num_rewards: int | None = None
-    run_course: RunCourse = field(default_factory=RunCourse)
+    run_extent: RunExtent = field(default_factory=RunExtent)
 
     def grade(self, attempts: Sequence[Attempt], num_updates: int = 0) -> list[Grade]:
         """Return every part of every attempt unweighted, and the weighted sums, in order; after ``num_updates``.
@@ -117,7 +117,7 @@ class Grader:
         for attempt, final_answer in zip(attempts, extracted, strict=True):
             available.append(self._arguments(attempt, final_answer))
         ids = [attempt.example.id for attempt in attempts]
-        log = RewardLog(len(attempts), self.run_course.state(num_updates))
+        log = RewardLog(len(attempts), self.run_extent.state(num_updates))
         with redirect_stdout(sys.stderr), phase(f"grading {len(attempts):,} answers"):
             columns = grade_together([reward for _, _, reward in self.rewards], available, ids, log)
         _refuse_known_names(log)

@@ -126,7 +126,7 @@ class RolloutSource(Source):
 
     def _tell_length(self) -> None:
         """Tell rewards how long the run is."""
-        length = self.grader.run_course
+        length = self.grader.run_extent
         length.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
         if self.train.steps is not None:
             length.max_steps = self.train.steps
