@@ -169,8 +169,7 @@ def train(
         keys, read = read_config_objects(keys)
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
-    notes += [*read, *session_notes(checked)]
-    start = RunStart(runs_dir, run, called, resume, accept_changes, notes)
+    start = RunStart(runs_dir, run, called, resume, accept_changes, [*notes, *read, *session_notes(checked)])
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
         stop = callbacks.should_stop
