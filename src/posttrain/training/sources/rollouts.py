@@ -23,14 +23,20 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
+<<<<<<< HEAD
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
 from posttrain.training.batch_fields import BatchFields, replays_sets
+=======
+from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
+from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
+>>>>>>> main
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.training.sources.descriptions import describe_choice, describe_rollouts
 from posttrain.training.sources.prompts import Prompts
 from posttrain.training.sources.rollout_metrics import describe_choice, describe_rollouts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import LEFT_OUT, Batch, Rollout, Sample, Tokenizer, collate
+from posttrain.types import LEFT_OUT, Batch, LogitRules, Rollout, Sample, Tokenizer, collate
 
 if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
@@ -121,6 +127,7 @@ class RolloutSource(Source):
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
         self._tell_length()
         self.sampling = self._build_sampling()
+        self.rules = self._followed_rules()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
 
@@ -146,7 +153,16 @@ class RolloutSource(Source):
             max_turn_tokens=self.options.max_turn_tokens,
             min_p=self.options.min_p,
             keeps_sets=replays_sets(self.options, self.batch_fields.needs),
+            min_tokens=self.options.min_tokens,
+            repetition_penalty=self.options.repetition_penalty,
+            stop=tuple(self.options.stop),
         )
+
+    def _followed_rules(self) -> LogitRules | None:
+        """Return the rules of sampling under which log-probabilities are."""
+        if not follows_rules(self.options, self.batch_fields.needs):
+            return None
+        return self.sampling.rules
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
@@ -193,6 +209,7 @@ class RolloutSource(Source):
             return
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
+            self._batch.rules = self.rules
         except (ValueError, KeyError) as error:
             what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
@@ -442,11 +459,15 @@ class RolloutSource(Source):
                 rollout = groups[n][g]
                 row_fields |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
                 sample = _sample_of(rollout, n)
+                if self.rules is not None and self.rules.barred_ids:
+                    sample.fields["barred"] = _barred(sample.mask, self.options.min_tokens)
                 if rollout.advantage is not None:
                     sample.fields["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
                 sample.fields |= {name: x for name, x in row_fields.items() if name in needs}
                 samples.append(sample)
-        return collate(samples, rows_per_unit=self.rows_per_unit)
+        batch = collate(samples, rows_per_unit=self.rows_per_unit)
+        batch.rules = self.rules
+        return batch
 
     def _fill_batch_fields(
         self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor], step: int
@@ -531,6 +552,16 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
         kept=answer.kept,
     )
+
+
+def _barred(mask: Sequence[bool], min_tokens: int) -> list[float]:
+    """Return 1 at the first ``min_tokens`` tokens of each turn, at which it could not end, else 0."""
+    barred = list[float]()
+    num_own = 0
+    for is_own in mask:
+        num_own = num_own + 1 if is_own else 0
+        barred.append(float(0 < num_own <= min_tokens))
+    return barred
 
 
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
