@@ -23,18 +23,12 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
-<<<<<<< HEAD
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
-from posttrain.training.batch_fields import BatchFields, replays_sets
-=======
-from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
 from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
->>>>>>> main
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.descriptions import describe_choice, describe_rollouts
 from posttrain.training.sources.prompts import Prompts
-from posttrain.training.sources.rollout_metrics import describe_choice, describe_rollouts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.types import LEFT_OUT, Batch, LogitRules, Rollout, Sample, Tokenizer, collate
 
