@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
+from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.sections import (
@@ -23,7 +24,6 @@ from posttrain.recipes.sections import (
     Component,
     ComponentList,
     DataSection,
-    EvalSection,
     KLInRewardSection,
     MaskComponent,
     ModelSection,
