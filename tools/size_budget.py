@@ -34,7 +34,7 @@ TOKENS: dict[str, int] = {
     "acting": 2_641,
     "algorithms": 13_160,
     "api": 20_196,
-    "balances": 21_468,
+    "balances": 21_535,
     "commands": 65_965,
     "conformance": 15_274,
     "data": 66_847,
@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_558,
     "recipes": 11_372,
     "reports": 17_288,
-    "runs": 44_532,
+    "runs": 44_617,
     "sampling": 55_685,
     "store": 18_077,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 66_853,
+    "training": 66_897,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
