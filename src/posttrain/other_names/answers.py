@@ -53,7 +53,8 @@ SAID = {
         "save_strategy checkpointing_steps saves_per_epoch save_every_epoch save_first_step save_every_n_epochs"
     ),
     "eval.patience, a number of evaluations without a better primary metric": (
-        "early_stopping early_stop earlystoppingcallback early_stopping_callback"
+        "early_stopping early_stop earlystoppingcallback early_stopping_callback early_stopping_patience "
+        "early_stop_patience patience"
     ),
     "eval.every, a number of steps; 0 never evaluates": (
         "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start_and_end steps_before_validation"

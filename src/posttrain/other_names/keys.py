@@ -23,7 +23,6 @@ KEYS = {
         "log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu "
         "rollout_max_tokens_per_gpu train_max_tokens_per_gpu train_mb_tokens"
     ),
-    "eval.patience": "early_stopping_patience patience early_stop_patience",
     "train.save_every": (
         "save_steps save_freq save_interval checkpoint_interval ckpt_interval ckpt.interval checkpoint_state_freq "
         "save_every_steps checkpoint_every weights.interval save_every_n_steps checkpoint_freq save_period "
@@ -254,7 +253,7 @@ FAMILIES = {
     "rollout_func": "agent_loop_* gym_*",
     "sglang": "sglang_* trtllm_* lmdeploy_*",
     "use_wandb": "wandb. wandb_*",
-    "swanlab": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
+    "comet": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
     "prometheus": "prometheus_* otel_* metrics_server_* queue_dashboard_*",
     "profiler": "*profiler *profiler_* profile_* *_profile nsys_* nsight_*",
     "log_level": "log. log_level_*",
