@@ -73,7 +73,7 @@ test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster
 test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval, tinker
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
-	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
+	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$**.py
 
 test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PICTURES=FOLDER keeps pictures (2 minutes)
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
