@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_160,
     "api": 17_643,
     "balances": 21_321,
-    "commands": 65_959,
+    "commands": 65_965,
     "conformance": 15_274,
     "data": 66_648,
     "evaluation": 30_855,
