@@ -198,22 +198,12 @@ def evaluate(
     counts = {"limit": limit, "samples": samples}
     check_inputs(counts, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE, "evaluate")
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
+    numbers = {"n": limit, "samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    numbers |= {"max_tokens": max_tokens, "min_p": min_p, "min_tokens": min_tokens, "seed": seed}
+    numbers["repetition_penalty"] = repetition_penalty
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=_drawing_of(
-            k,
-            stop,
-            n=limit,
-            samples=samples,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            min_p=min_p,
-            min_tokens=min_tokens,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        ),  # fmt: skip
+        drawing=_drawing_of(k, stop, numbers),
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
@@ -229,7 +219,7 @@ def _measured(request: EvaluationRequest, progress: bool) -> Measured:
         return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
-def _drawing_of(k: object, stop: str | Sequence[str] | None, **numbers: object) -> Drawing:
+def _drawing_of(k: object, stop: str | Sequence[str] | None, numbers: Mapping[str, object]) -> Drawing:
     """Return how answers are drawn, of numbers as a user gives them."""
     plain: dict[str, Any] = {name: plain_number(value) for name, value in numbers.items()}
     return choose_drawing(k=plain_counts("k", k), stop=stop, batch=DEFAULT_BATCH, **plain)
