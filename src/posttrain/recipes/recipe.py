@@ -272,6 +272,10 @@ class Recipe(Content):
             if traits.get("head") == "value":
                 self.advantage = Component(name="gae")
 
+    def with_seed(self, seed: int) -> Recipe:
+        """Return the recipe with ``train.seed``."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"seed": seed})})
+
     @property
     def trains_scorer(self) -> bool:
         """True if a reward model is trained, and no policy.
