@@ -13,6 +13,7 @@ from posttrain.balances.advantages import expected_advantages, following_kl_weig
 from posttrain.balances.checks import check_balances
 from posttrain.balances.findings import Imbalance
 from posttrain.balances.of_answers import surprise_of
+from posttrain.balances.of_updates import NUM_STEPS
 from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
 from posttrain.errors import Unbalanced
 from posttrain.models.forward.actor_critic import ActorCritic
@@ -52,8 +53,8 @@ def open_records(
     return UpdateRecords(parts.facts, weights, store, process_group, ends_run)
 
 
-def sampled_answer(rollout: Rollout) -> SampledAnswer:
-    """Return an answer as it was sampled and graded."""
+def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnswer:
+    """Return an answer as it was sampled and graded; ``keeps_unscored``: see ``SamplingFacts``."""
     completion = rollout.completion
     return SampledAnswer(
         rollout.prompt_index,
@@ -70,7 +71,9 @@ def sampled_answer(rollout: Rollout) -> SampledAnswer:
         completion.version,
         rollout.outcome,
         tuple(turn.reward for turn in rollout.turns),
-        takes_part=not is_left_out(rollout.failures),
+        takes_part=not is_left_out(rollout.failures) and (rollout.is_scored or keeps_unscored),
+        skipped=rollout.skipped,
+        is_scored=rollout.is_scored,
         kept=completion.kept,
     )
 
@@ -177,6 +180,8 @@ class UpdateRecords:
         if record is None:
             return moved["moved"], []
         measured = {**record.measured, "lr": lr, "grad_norm": norm, **moved}
+        if self.facts.optimizer is not None and self.facts.optimizer.steps is not None:
+            measured[NUM_STEPS] = float(self.facts.optimizer.steps)
         measured = {name: float(f"{x:.{NUM_DIGITS}g}") for name, x in measured.items()}
         of_step = replace(record, rows=None, answers=(), given=(), measured=measured)
         found = check_balances(of_step)
@@ -204,7 +209,9 @@ class UpdateRecords:
         if self.facts.sampling is not None:
             update = (step - 1) % self.facts.updates
         if draw.rollouts:
-            self._answers = [sampled_answer(rollout) for rollout in draw.rollouts]
+            sampling = self.facts.sampling
+            keeps = sampling is None or sampling.keeps_unscored
+            self._answers = [sampled_answer(rollout, keeps) for rollout in draw.rollouts]
             self._advantages = None
             self._is_changed = draw.is_changed
             self._kl_weight = {name: x for name, x in draw.metrics.items() if name in ("kl_weight", "kl_in_reward")}
