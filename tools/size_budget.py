@@ -34,7 +34,7 @@ TOKENS: dict[str, int] = {
     "acting": 2_641,
     "algorithms": 13_160,
     "api": 17_643,
-    "balances": 21_388,
+    "balances": 21_401,
     "commands": 65_959,
     "conformance": 15_274,
     "data": 66_648,
