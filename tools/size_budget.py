@@ -34,7 +34,7 @@ TOKENS: dict[str, int] = {
     "acting": 2_641,
     "algorithms": 13_160,
     "api": 20_406,
-    "balances": 21_535,
+    "balances": 21_548,
     "commands": 66_145,
     "conformance": 15_274,
     "data": 66_847,
