@@ -177,6 +177,8 @@ class Recipe(Content):
             yield getattr(self.train, key) != 1, f"train.{key}", reused
 
     def _rollout_rules(self, rollout: RolloutSection) -> Iterator[Rule]:
+        noisy = ": noise on the embeddings would train another policy than the one that sampled; it is for 'data'"
+        yield self.train.neftune_noise_alpha is not None, "train.neftune_noise_alpha", noisy
         if self.environment is None and not self.tools:
             for key in (*TURN_DEFAULTS, "max_turn_tokens"):
                 one_turn = (
