@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
-from posttrain.models.forward.noise import EmbeddingNoise, NoisyRows
 from posttrain.models.forward.predictions import Entropy
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
@@ -27,6 +26,9 @@ from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.training.parts.balancing import AUXILIARY_LOSS, BalancedBatch, RouterBalancing
 from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
 from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Loss, Outputs, with_float64
+
+if TYPE_CHECKING:
+    from posttrain.models.forward.noise import EmbeddingNoise
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -99,6 +101,8 @@ def noise_of(options: TrainSection, step: int) -> EmbeddingNoise | None:
     """Return the noise of an update on the embeddings; None without ``train.neftune_noise_alpha``."""
     if options.neftune_noise_alpha is None:
         return None
+    from posttrain.models.forward.noise import EmbeddingNoise
+
     return EmbeddingNoise(options.neftune_noise_alpha, options.seed, step)
 
 
@@ -357,6 +361,8 @@ def _learning(method: Method, options: TrainSection, places: Sequence[int], part
         for layer in dropouts:
             layer.train()
         if method.noise is not None and isinstance(forward, Forward):
+            from posttrain.models.forward.noise import NoisyRows
+
             forward.noise = NoisyRows(method.noise, places, part.lengths.tolist())
         with recomputing:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,15 @@ from posttrain.models.config import Model, shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, active, install_packed_attention, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
-from posttrain.models.forward.noise import NoisyRows, added_to
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.forward.predictions import Distribution, Entropy, States
 from posttrain.models.forward.routers import Routers, RouterSums, rows_of_tokens
 from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
+
+if TYPE_CHECKING:
+    from posttrain.models.forward.noise import NoisyRows
 
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
@@ -256,6 +258,8 @@ class Forward:
         logits: list[Tensor] = []
         with ExitStack() as around:
             if noise is not None:
+                from posttrain.models.forward.noise import added_to
+
                 around.enter_context(added_to(causal_lm(self.model).get_input_embeddings(), noise))
             if self.routers is not None:
                 around.enter_context(self.routers.reading(logits))
