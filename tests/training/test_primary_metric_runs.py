@@ -19,7 +19,7 @@ from posttrain.store.metric_names import REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.training import held_out
 from posttrain.training.build import prepare
-from posttrain.training.sources.rollouts import describe_rollouts
+from posttrain.training.sources.descriptions import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
 from refusing import refuses
 from small_runs import Events, one_layer_recipe, shallow, watched
@@ -62,7 +62,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float]) ->
     def pretend(_: Any, request: Questions) -> Evaluation:
         return Evaluation("made/up", {name: values[request.step], "n": 1.0, "seconds": 0.0}, [])
 
-    monkeypatch.setattr(held_out, "evaluate", pretend)
+    monkeypatch.setattr(held_out, "evaluate_sampler", pretend)
 
 
 def test_the_held_out_loss_by_hand(pairs: Path) -> None:

@@ -22,7 +22,7 @@ from posttrain.evaluation.generation import (
     Questions,
     content_of,
     distinct_indices,
-    evaluate,
+    evaluate_sampler,
     held_out,
     held_out_indices,
     task_label,
@@ -34,7 +34,8 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.sections import Component, EvalSection, RolloutSection, TrainSection
+from posttrain.recipes.eval_section import EvalSection
+from posttrain.recipes.sections import Component, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler
@@ -264,7 +265,7 @@ class Evaluator:
             seed=self.train.seed,
             step=step,
         )
-        evaluation = evaluate(self.sampler, questions)
+        evaluation = evaluate_sampler(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()
             loss = evaluate_loss(held_out, task, self.policy, self._micro_batches())
