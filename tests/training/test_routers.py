@@ -158,7 +158,9 @@ def test_the_models_configuration_asks_for_it_unless_the_recipe_does() -> None:
         balancing = build_balancing(given, forward)
         assert balancing is not None
         assert balancing.coefficient == expected
-    assert build_balancing(0.0, forward) is None
+    assert build_balancing(0.0, forward, sharding="fsdp2") is None
+    with refuses(RecipeError, "scale.sharding", "train.router_aux_loss_coef"):
+        build_balancing(None, forward, sharding="fsdp2")
     model.config.output_router_logits = False
     assert build_balancing(None, forward) is None
 

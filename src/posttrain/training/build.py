@@ -395,7 +395,7 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
         derive=components.objective.traits.get("derive", dict),
         vanishes=vanishing_fields(components, forward),
         name=recipe.objective.name,
-        balancing=build_balancing(recipe.train.router_aux_loss_coef, forward),
+        balancing=build_balancing(recipe.train.router_aux_loss_coef, forward, sharding=recipe.scale.sharding),
     )
 
 

@@ -90,11 +90,14 @@ class BalancedBatch:
         return {AUXILIARY_LOSS: float(whole.auxiliary_loss(whole)), "router_max_load": float(load.amax())}
 
 
-def build_balancing(coefficient: float | None, forward: Forward | ActorCritic) -> RouterBalancing | None:
+def build_balancing(
+    coefficient: float | None, forward: Forward | ActorCritic, *, sharding: str = "none"
+) -> RouterBalancing | None:
     """Return the balancing of a run; ``coefficient``: of the recipe, None for the model's own.
 
     Raises:
-        RecipeError: the recipe asks for it, and the model has no routers whose auxiliary loss is known.
+        RecipeError: the recipe asks for it, and the model has no routers whose auxiliary loss is known; or weights are
+            sharded.
     """
     policy = forward
     if isinstance(policy, ActorCritic):
@@ -106,6 +109,11 @@ def build_balancing(coefficient: float | None, forward: Forward | ActorCritic) -
     if not wanted:
         return None
     routers = find_routers(base)
+    if routers is not None and sharding != "none":
+        raise RecipeError(
+            f"scale.sharding: the routers of {type(base).__name__} are not balanced where weights are sharded; use none, or "
+            "set train.router_aux_loss_coef: 0"
+        )
     if routers is not None:
         return RouterBalancing(policy, routers, wanted)
     if coefficient is None:
