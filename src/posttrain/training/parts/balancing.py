@@ -111,8 +111,8 @@ def build_balancing(
     routers = find_routers(base)
     if routers is not None and sharding != "none":
         raise RecipeError(
-            f"scale.sharding: the routers of {type(base).__name__} are not balanced where weights are sharded; use none, or "
-            "set train.router_aux_loss_coef: 0"
+            f"scale.sharding: the routers of {type(base).__name__} are not balanced where weights are sharded; use "
+            "none, or set train.router_aux_loss_coef: 0"
         )
     if routers is not None:
         return RouterBalancing(policy, routers, wanted)
