@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.export import export_run
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog, evaluation_points
 from posttrain.training.checkpoint import load_checkpoint
 from refusing import refuses
@@ -96,7 +96,7 @@ def test_average_resumes_to_the_bit(adapter: Any, tmp_path: Path) -> None:
 
 def launched(root: Path, **train: Any) -> Path:
     data = BASE["sft"] | {"model": {"name": shallow(1)}, "train": {"steps": 2, "lr": 1e-3} | train}
-    return launch(validate_recipe(data), root=root, name="it").folder
+    return launch(validate_recipe(data), RunStart(root=root, name="it")).folder
 
 
 def test_export_of_the_average(tmp_path: Path) -> None:
