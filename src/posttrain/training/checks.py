@@ -276,10 +276,6 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
     for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
         is_unusual = getattr(teacher, key) != usual
         yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
-    silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
-    yield teacher.sees == "environment" and w.recipe.environment is None, "teacher.sees", silent
-    sharded = ": an average of sharded weights is not kept; use scale.sharding none, or teacher.weights start or live"
-    yield teacher.weights == "ema" and w.recipe.scale.sharding != "none", "teacher.weights", sharded
     single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
     others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
     sees_samples = w.teaches_itself and teacher.sees == "right_sample"
@@ -527,9 +523,6 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     """Yield rules about what can be sharded."""
     model = w.recipe.model
     scale = w.recipe.scale
-    for key in ("router_aux_loss_coef", "ema_decay"):
-        whole = ": it is not kept for sharded weights; use scale.sharding none, or leave it out"
-        yield getattr(w.recipe.train, key) and scale.sharding != "none", f"train.{key}", whole
     elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
     evaluates = w.recipe.train.ema_decay is not None and bool(w.recipe.eval.every)
     engine = w.engine
