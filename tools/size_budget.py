@@ -44,14 +44,14 @@ TOKENS: dict[str, int] = {
     "interpret": 37_645,
     "models": 40_737,
     "other_names": 5_596,
-    "recipes": 11_556,
+    "recipes": 11_654,
     "reports": 17_288,
     "runs": 44_921,
     "sampling": 56_074,
     "store": 18_111,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 68_520,
+    "training": 68_443,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
