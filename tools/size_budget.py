@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_160,
     "api": 20_196,
     "balances": 21_535,
-    "commands": 65_965,
+    "commands": 65_930,
     "conformance": 15_274,
     "data": 66_847,
     "evaluation": 30_984,
