@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_160,
     "api": 20_406,
     "balances": 21_548,
-    "commands": 66_147,
+    "commands": 66_112,
     "conformance": 15_274,
     "data": 66_847,
     "evaluation": 31_152,
