@@ -145,7 +145,7 @@ class Run:
 
         Args:
             to: a new folder outside of the runs.
-            weights: ``best``, ``last`` or ``none``; by default the best, else the last.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
             merge: add a LoRA adapter to its base, so that the model stands alone.
             gguf: also write a GGUF file by llama.cpp's converter: ``f32``, ``f16``, ``bf16`` or ``q8_0``.
 
@@ -169,7 +169,7 @@ class Run:
         Args:
             name: of the repository, such as ``me/my-model``; it is made if it does not exist.
             public: of a new repository; by default it is private.
-            weights: ``best``, ``last`` or ``none``; by default the best, else the last.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
             merge: add a LoRA adapter to its base, so that the model stands alone.
 
         Returns:
@@ -193,7 +193,7 @@ class Run:
 def _check_export(weights: object, merge: object) -> None:
     check_flag("merge", merge)
     if weights is not None and not isinstance(weights, str):
-        raise UsageError(f"weights: {shorten(weights)} is none. Give best, last or none")
+        raise UsageError(f"weights: {shorten(weights)} is none. Give best, last, ema or none")
 
 
 def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:

@@ -394,7 +394,7 @@ RUNS = {
         option(
             "--gguf", metavar="TYPE", help="also as a GGUF file, by llama.cpp's converter: f32, f16, bf16 or q8_0"
         ),
-        option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
+        option("--weights", choices=("best", "last", "ema", "none"), help="default: best, else last"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),
     "resume": CommandOptions(
