@@ -14,7 +14,7 @@ from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metrics import MetricsLog, evaluation_points, is_evaluation
-from posttrain.store.rollouts import RecordedRollout, RolloutStore
+from posttrain.store.rollouts import PANEL, RecordedRollout, RolloutStore
 
 if TYPE_CHECKING:
     from posttrain.runs.export import WeightsKind
@@ -73,6 +73,8 @@ class Run:
     def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
         """Return the sampled completions of a training step (None: of all), or those of a held-out ``evaluation``.
 
+        The evaluation ``panel`` has the answers to ``eval.prompts``.
+
         Raises:
             UsageError: there is no such evaluation; the message names those that there are.
 
@@ -86,6 +88,8 @@ class Run:
             raise UsageError(f"evaluation: {shorten(evaluation)} is no name. Give a text")
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
         known = {str(point["task"]) for point in self.evaluations}
+        if evaluation == PANEL and store.evaluations(PANEL, limit=1):
+            known.add(PANEL)
         if evaluation is not None and evaluation not in known:
             there = ", ".join(sorted(known)) or "none"
             hint = suggest(evaluation, known)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.acting import sections as conditions
 from posttrain.option_types import Few, Seed, StopTexts, Tokens
+from posttrain.recipes.panel_prompts import check_prompts
 from posttrain.recipes.sections import Component, ComponentList, Every, Section
 
 
@@ -30,6 +31,8 @@ class EvalSection(Section):
         repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
             negative ones.
         stop: texts, each of which ends an answer where it is complete.
+        prompts: fixed prompts that are answered at every evaluation, sampled as its answers are and graded by nothing;
+            a list, or a file (``.txt``: one a line, ``.json``, ``.jsonl``). The report shows them by step.
         num_kl_prompts: so many prompts are answered at the temperature of training, for entropy and the KL from
             the initial model; by default 64 where a reward model pays, else none.
         best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
@@ -55,11 +58,19 @@ class EvalSection(Section):
     min_tokens: Annotated[int, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0, ge=0)
     repetition_penalty: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=10)
     stop: Annotated[StopTexts, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
+    prompts: Annotated[list[str] | str, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
     patience: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=1)
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
     engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
+
+    @field_validator("prompts")
+    @classmethod
+    def _check_prompts(cls, value: list[str] | str) -> list[str] | str:
+        if isinstance(value, list):
+            check_prompts(value)
+        return value
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
@@ -70,6 +81,10 @@ class EvalSection(Section):
                 raise ValueError(
                     f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
                 )
+        if self.prompts and self.every == 0:
+            raise ValueError(
+                "'prompts' are answered at evaluations, and there are none; give 'every' a number of steps"
+            )
         if self.patience is not None and self.every == 0:
             raise ValueError("'patience' counts evaluations, and there are none; give 'every' a number of steps")
         if self.items == "first" and self.items_seed:

@@ -18,6 +18,7 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.panel_prompts import read_prompts
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
@@ -146,6 +147,9 @@ class Recipe(Content):
             for key in ("advantage", "kl_in_reward", "correction", "masks"):
                 alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
                 yield getattr(self, key) not in (None, []), key, alone
+        one_turn = ": they are answered in one turn; leave them out of a recipe with tools or an environment"
+        is_played = self.environment is not None or bool(self.tools)
+        yield bool(self.eval.prompts) and is_played, "eval.prompts", one_turn
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
         if self.data is not None:
@@ -222,6 +226,8 @@ class Recipe(Content):
                 return component
 
         resolved = self.model_copy(deep=True)
+        if not to_read and isinstance(resolved.eval.prompts, str):  # a run keeps them, whatever becomes of the file
+            resolved.eval.prompts = read_prompts(resolved.eval.prompts)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):

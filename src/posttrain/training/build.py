@@ -284,6 +284,7 @@ def _build_evaluator(
 ) -> Evaluator:
     """Return what evaluates on the held-out tasks; ``read`` makes a source of a supervised recipe's tasks."""
     from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
+    from posttrain.training.parts.panel import build_panel
 
     recipe = components.recipe
     held_out: dict[str, HeldOut] = {}
@@ -300,6 +301,7 @@ def _build_evaluator(
         policy=models.policy,
         start=models.reference,
         shape=components.shape,
+        panel=build_panel(sampler, recipe.eval.prompts, recipe.train.seed),
     )
 
 

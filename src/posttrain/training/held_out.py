@@ -40,9 +40,10 @@ from posttrain.registry import Entry
 from posttrain.sampling.base import DecodingRules, Engine, Sampling
 from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
+from posttrain.training.parts.panel import PromptPanel
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Batch, Example, with_float64
+from posttrain.types import Batch, Example, Rollout, with_float64
 
 # Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
@@ -220,7 +221,7 @@ class Evaluator:
 
     options: of the evaluation. train: of the micro-batches, and the seed. max_tokens: of an answer. held_out: by a
     task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration. start: the
-    model at the start (None where no drift is measured).
+    model at the start (None where no drift is measured). panel: the fixed prompts, where the recipe has any.
     """
 
     options: EvalSection
@@ -233,6 +234,7 @@ class Evaluator:
     policy: Forward
     start: Reference | None
     shape: Shape = "demonstration"
+    panel: PromptPanel | None = None
 
     def __call__(self, step: int) -> list[Evaluation]:
         """Evaluate the weights after ``step`` updates on each task."""
@@ -240,6 +242,21 @@ class Evaluator:
         done = [self._with_kl(self._evaluate_on(task, step), task) for task in self.tasks]
         self.sampler.engine.rest()
         return done
+
+    def answer_panel(self, step: int) -> list[Rollout]:
+        """Return the answers to the fixed prompts (``eval.prompts``) after ``step`` updates; none without them."""
+        if self.panel is None:
+            return []
+        self.sampler.engine.sync(step)
+        answers = self.panel.answer(step, self._answer_sampling())
+        self.sampler.engine.rest()
+        return answers
+
+    def _answer_sampling(self) -> Sampling:
+        """Return the sampling of the answers of evaluations."""
+        options = self.options
+        rules = DecodingRules(options.min_p, options.min_tokens, options.repetition_penalty, tuple(options.stop))
+        return self.sampler.sampling(self.max_tokens, options.temperature, options.top_k, options.top_p, rules)
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling of answers."""
@@ -255,8 +272,7 @@ class Evaluator:
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
         options = self.options
-        rules = DecodingRules(options.min_p, options.min_tokens, options.repetition_penalty, tuple(options.stop))
-        sampling = self.sampler.sampling(self.max_tokens, options.temperature, options.top_k, options.top_p, rules)
+        sampling = self._answer_sampling()
         questions = Questions(
             task,
             sampling,

@@ -42,7 +42,7 @@ from posttrain.store.metrics import (
     build_trackers,
     learning_warnings,
 )
-from posttrain.store.rollouts import RolloutStore
+from posttrain.store.rollouts import PANEL, RolloutStore
 from posttrain.training.batch_fields import describe_one_prompt
 from posttrain.training.build import TrainerState, prepare, results_of
 from posttrain.training.checkpoint import (
@@ -399,11 +399,14 @@ class Loop:
         self.parts.source.wait()
         step = self.step
         done = self.parts.evaluator(step)
+        answers = self.parts.evaluator.answer_panel(step)
         evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
         done = [*done, *self.parts.evaluate_average(step)]
         self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
+        if answers:
+            self.rollouts.record(answers, evaluation=PANEL)
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             measured = results_of(evaluation) | evaluation.kind_results
