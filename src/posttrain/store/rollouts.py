@@ -47,22 +47,16 @@ _ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """One row of ``rollouts.db``. Further fields match ``Rollout``.
+    """One row of ``rollouts.db``. Fields not described here match ``Rollout``.
 
-    Attributes:
-        id: row number within its table, from 1.
-        parts: unweighted rewards by name.
-        mean_sampler_logprob: mean log-probability over sampled tokens; None without any.
-        extracted: graded answer.
-        outcome: verdict from grading.
-        token_ids: prompt followed by ``num_tokens`` completion tokens, as sampled.
-        version: number of updates applied to the sampling weights.
-        own: True for sampled tokens, False for environment output; None means all sampled.
-        turns: conversation turns, if an environment was used. ``completion`` then contains only the last turn.
-        failures: reasons for environment failures.
-        sampler_logprobs: one per completion token; None before schema version 7, and for evaluations.
-        kept: token sets after truncation (top-k, top-p), if an objective renormalizes over them.
-        evaluation: evaluation name; None for training rollouts.
+    ``id``: row number within its table, from 1. ``parts``: unweighted rewards by name. ``extracted``, ``outcome``:
+    graded answer and verdict. ``token_ids``: prompt, then ``num_tokens`` completion tokens as sampled. ``version``:
+    number of updates applied to the sampling weights. ``own``: True for sampled tokens, False for environment output;
+    None means all sampled. ``turns``: conversation turns, if an environment was used; ``completion`` is then the last
+    turn. ``failures``: reasons for environment failures. ``sampler_logprobs``: one per completion token; None before
+    schema version 7 and for evaluations. ``mean_sampler_logprob``: mean over sampled tokens; None without any.
+    ``kept``: token sets after truncation, if an objective renormalizes over them. ``evaluation``: evaluation name;
+    None for training rollouts.
     """
 
     id: int
