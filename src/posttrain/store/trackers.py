@@ -1,4 +1,4 @@
-"""Trackers: mirror ``metrics.jsonl`` to TensorBoard or Weights & Biases.
+"""Trackers: mirror ``metrics.jsonl`` to TensorBoard or Weights & Biases. Others are in ``tracking/``.
 
 If a tracker loses its server, training continues without it; disk errors stop training. Only this module imports wandb
 and tensorboard.
