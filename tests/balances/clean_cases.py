@@ -110,6 +110,16 @@ CASES: dict[str, dict[str, Any]] = {
         rollout=CUT_OFF | {"truncated_divisor": "all"},
         masks=[{"name": "top_entropy", "divisor": "kept"}],
     ),
+    "hard reference": grpo(
+        rollout=SHORT,
+        regularize={"kl_coef": 0.1},
+        reference={"every": 2, "mixing": 1.0},
+        train={"steps": 6, "num_minibatches": 2, "ppo_epochs": 2},
+    ),
+    "soft reference of pairs": judged("dpo", reference={"every": 2, "mixing": 0.6}, train={"steps": 5}),
+    "hard reference of pairs from rollouts": grpo(
+        objective="dpo", rollout=PAIRS, reference={"every": 1, "mixing": 1.0}, train=SHARED
+    ),
     "advantage gdpo": grpo(advantage="gdpo", rollout=SHORT, rewards=TWO_REWARDS),
     "advantage gdpo, rewards without a value": grpo(
         advantage="gdpo", rollout=SHORT, rewards=[*TWO_REWARDS, "small_runs:silent_of_some"], train=SHARED
@@ -188,6 +198,7 @@ FAST = (
     "objective clip_cov",
     "masks that divide by what they keep",
     "masked truncated, all divided by",
+    "hard reference",
     "correction geometric_mask of sequences",
     "kl k3 and entropy",
     "ahead of the sampler",

@@ -56,11 +56,10 @@ OPTIONS = {
         "loss_watchdog_patience loss_watchdog_threshold early_stop patience min_delta max_kl "
         "early_stopping_min_delta early_stopping_callback kl_threshold"
     ),
-    "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
+    "the reference is the start model, maybe moving (reference.every); a run may go on from another: model.name RUN": (
         "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback "
         "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
-        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
+        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model"
     ),
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"

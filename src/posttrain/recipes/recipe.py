@@ -16,6 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
 from posttrain.recipes.older import OLDER_RECIPES
+from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
@@ -24,11 +25,9 @@ from posttrain.recipes.sections import (
     DataSection,
     EvalSection,
     HeadSection,
-    KLInRewardSection,
     MaskComponent,
     ModelSection,
     PromptSection,
-    RegularizeSection,
     RewardComponent,
     RolloutSection,
     ScaleSection,
@@ -92,6 +91,7 @@ class Recipe(Content):
         masks: tokens that are left out of the policy's term, chosen over the whole batch of an update.
         objective: the loss.
         regularize: KL and entropy terms of the loss.
+        reference: makes the reference move; without it the reference is the model at the start.
         head: head of a value or reward model.
         teacher: teacher model, for distillation.
         aggregate: how the values of tokens or pairs are averaged.
@@ -119,6 +119,7 @@ class Recipe(Content):
     masks: Annotated[list[MaskComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     objective: Component
     regularize: RegularizeSection | None = None
+    reference: ReferenceSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Component | None = None

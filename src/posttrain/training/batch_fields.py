@@ -433,7 +433,10 @@ class BatchFields:
     def __post_init__(self) -> None:
         late: set[str] = set()
         for entry in fillers(self.needs, "the recipe"):
-            waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            moves = entry.traits.get("fixed") and self.recipe.reference is not None
+            waits = entry.traits.get("each_step") or late.intersection(_needs(entry)) or moves
+            if moves and self.recipe.kl_in_reward is not None:
+                self._once.append(entry)  # advantages are of the reference at sampling
             if waits and "seen" in entry.provided:
                 raise RecipeError(
                     f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
@@ -447,7 +450,9 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that a data set computes once."""
+        """The fields that a data set computes once; none if the reference moves."""
+        if self.recipe.reference is not None:
+            return []
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None, *, every_row: bool = True) -> Batch:

@@ -2,10 +2,11 @@
 
 ``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an adapter), the tokenizer,
 ``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that still has optimizer steps to serve, if
-any), ``heads.safetensors`` (heads and critics, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of every
-file. It is written aside as ``.tmp-*``, synced and renamed, so a folder with a final name is complete; on load the
-manifest is verified. With ``scale.checkpoint: sharded`` each process writes its part of the optimizer into the folder
-``optimizer`` (torch.distributed.checkpoint in safetensors). No pickles anywhere.
+any), ``heads.safetensors`` (heads and critics, if any), ``reference.safetensors`` (a reference that moves),
+``state.json`` and ``manifest.json`` with the SHA-256 of every file. It is written aside as ``.tmp-*``, synced and
+renamed, so a folder with a final name is complete; on load the manifest is verified. With ``scale.checkpoint: sharded``
+each process writes its part of the optimizer into the folder ``optimizer`` (torch.distributed.checkpoint in
+safetensors). No pickles anywhere.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from posttrain.untrusted import first_fault
 class Checkpoint:
     """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
 
-    ``optimizer``, ``rollout_buffer`` and ``heads`` are CPU tensors by name. ``skipped`` says, newest first, which newer
-    checkpoints did not verify and why.
+    ``optimizer``, ``rollout_buffer``, ``heads`` and ``reference`` are CPU tensors by name. ``skipped`` says, newest
+    first, which newer checkpoints did not verify and why.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     rollout_buffer: dict[str, Tensor] | None
     heads: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -81,6 +83,7 @@ def save_checkpoint(
     state: Mapping[str, object],
     rollout_buffer: Mapping[str, Tensor] | None = None,
     heads: Mapping[str, Tensor] | None = None,
+    reference: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     ends: Collection[int] | None = None,
@@ -93,6 +96,7 @@ def save_checkpoint(
         model: a transformers or peft model, written by its own ``save_pretrained``.
         tokenizer: likewise, or None. optimizer: the optimizer's tensors by name; sharded where several processes write.
         state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
+        reference: the weights of one that moves.
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
         weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
@@ -119,7 +123,8 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
+            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "reference": reference}
+            for name, tensors in others.items():
                 if tensors is not None:
                     save_file(_storable(tensors), aside / f"{name}.safetensors")
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
@@ -251,7 +256,8 @@ def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
         optimizer = _tensors(path, "optimizer.safetensors")
     buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
     heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
-    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped))
+    reference = _tensors(path, "reference.safetensors") if "reference.safetensors" in files else {}
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, reference, list(skipped))
 
 
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:

@@ -167,6 +167,8 @@ class Loop:
         restore_model(self.parts.model, checkpoint.path, fill)
         restore_heads(self.parts.heads, checkpoint.heads, fill)
         restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+        if self.parts.moving is not None and self.parts.reference is not None:
+            self.parts.reference.restore(checkpoint.reference)
         if self.parts.shards is not None:
             self.parts.shards.scatter()
         vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
@@ -296,6 +298,7 @@ class Loop:
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
+        self.parts.move_reference(step)
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         device = self.parts.policy.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
@@ -435,6 +438,7 @@ class Loop:
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
+        tensors["reference"] = parts.reference_tensors()
         if shards is not None and process_group.size == 1:
             tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
         if shards is not None and not shards.keeps_whole:
