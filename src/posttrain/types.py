@@ -212,7 +212,8 @@ class Rollout:
     ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) and the decoded completion without
     its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
     ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
-    last). ``failures``: of the environment; one that failed to the end is no sample of anything.
+    last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``feedback``: what
+    the environment says of it to a teacher.
     """
 
     example: Example
@@ -230,6 +231,7 @@ class Rollout:
     outcome: str = "ungraded"
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
+    feedback: str | None = None
 
     @property
     def has_failed(self) -> bool:

@@ -24,7 +24,7 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling import http
 from posttrain.sampling.judge_questions import Question, ask_score, ask_winner
-from posttrain.sampling.llm_judge import CACHE, Judge, PairJudge, _judge_for
+from posttrain.sampling.llm_judge import CACHE, Judge, PairJudge, judge_for
 from posttrain.sampling.rollout import Attempt, build_grader
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
@@ -227,7 +227,7 @@ def attempt(text: str, item: str = "i") -> Attempt:
 
 
 def grade(url: str, texts: list[tuple[str, str]], folder: Path | None = None, **options: Any) -> Any:
-    _judge_for.cache_clear()
+    judge_for.cache_clear()
     word = RewardComponent(name="judge", weight=1.0, url=url, **options)
     grader = build_grader([word], plain(), folder)
     return grader.grade([attempt(text, item) for item, text in texts])

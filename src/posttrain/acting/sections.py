@@ -57,7 +57,8 @@ def _never_moves(facts: RunFacts, key: str) -> str:
 
 
 def _no_labels(facts: RunFacts, key: str) -> str:
-    if {"labels", "has_feedback"} & set(facts.needs):
+    sees_samples = facts.get("teacher.name") == "self" and facts.get("teacher.sees") == "right_sample"
+    if "labels" in facts.needs or sees_samples:
         return ""
     return "the objective reads no labels"
 
@@ -87,6 +88,19 @@ def _no_candidates(facts: RunFacts, key: str) -> str:
     if "teacher_ids" in facts.needs:
         return ""
     return "the objective reads the teacher's probability of the sampled token alone"
+
+
+def _another_teaches(facts: RunFacts, key: str) -> str:
+    if facts.get("teacher.name") == "self":
+        return ""
+    return "another model teaches (teacher.name)"
+
+
+def _teacher_is_not_averaged(facts: RunFacts, key: str) -> str:
+    weights = facts.get("teacher.weights")
+    if weights == "ema":
+        return _another_teaches(facts, key)
+    return f"teacher.weights is {weights}"
 
 
 def _still_warms_up(facts: RunFacts, key: str) -> str:
@@ -169,6 +183,8 @@ IF_OLD_LOGPROBS_ARE_READ = ActsIf(
 IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
 IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)
 IF_CANDIDATES_ARE_READ = ActsIf("if the objective compares whole distributions", _no_candidates)
+IF_TEACHES_ITSELF = ActsIf("if teacher.name is self", _another_teaches, "Set teacher.name: self")
+IF_TEACHER_IS_AVERAGED = ActsIf("if teacher.weights is ema", _teacher_is_not_averaged, "Set teacher.weights: ema")
 IF_RATE_FALLS = ActsIf(
     "behind the warm-up, if train.min_lr_ratio is below 1", _stays, "Set train.warmup_steps below train.steps"
 )

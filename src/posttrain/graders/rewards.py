@@ -216,6 +216,23 @@ def reward_parts(components: Sequence[RewardComponent], template: str, *, has_ta
     return names
 
 
+def refuse_rows(components: Sequence[RewardComponent], tasks: Mapping[str, Sequence[Example]]) -> None:
+    """Let rewards that read something of each row refuse rows without it, before a model is loaded.
+
+    Raises:
+        DataError: with the first such row.
+    """
+    for index, component in enumerate(components):
+        where = f"rewards.{index}"
+        entry = find("reward", component.name, where)
+        refuse = entry.traits.get("refuses_rows")
+        if refuse is None:
+            continue
+        options = {name: x for name, x in entry.bind(component.options, where).keywords.items() if name != "where"}
+        for name, examples in tasks.items():
+            refuse(examples, f"{where}: {entry.name}, task {name}", **options)
+
+
 def format_part(template: str, *, has_tags: bool) -> str | None:
     """Look up the reward measuring the template's format, or None if it has no format."""
     if has_tags:

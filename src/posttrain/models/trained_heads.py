@@ -17,7 +17,7 @@ from posttrain.models.forward.forward import Forward, causal_lm
 from posttrain.models.forward.packing import Reads
 from posttrain.models.heads import ScalarHead, hidden_size
 from posttrain.process_group import own_part
-from posttrain.recipes.sections import HeadSection
+from posttrain.recipes.other_models import HeadSection
 from posttrain.registry import Entry
 
 Fill = Callable[[Tensor, Tensor], object]

@@ -64,7 +64,6 @@ OPTIONS = {
     "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
         "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
     ),
-    "the teacher is fixed for the whole run": "teacher_update_rate teacher_sync_steps teacher_model_kind",
     "a teacher is a model in this process, teacher.name": (
         "distillation.n_gpus_per_node teacher_server_urls use_teacher_server teacher_model_server_url "
         "teacher_model_init_kwargs teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk "
@@ -315,8 +314,8 @@ METHODS = {
         "selfplay oaif rlaif_online"
     ),
     "the nearest are the recipes distillation/*, rl/sdpo (self-distillation) and objective: distillation": (
-        "opsd sdft minillm distillm gold iw_opd skd akl dskd taid speculative_kd asft ssd "
-        "self_distillation_ft seqkd abkd goldtrainer goldconfig use_asft_loss "
+        "minillm distillm gold iw_opd skd akl dskd taid speculative_kd asft ssd "
+        "seqkd abkd goldtrainer goldconfig use_asft_loss "
         "asft_alpha"
     ),
     "a method of unlearning: objective dpo with your own pairs, or a function as objective: module:function": (

@@ -188,7 +188,7 @@ SAID = {
         "default_agent_loop tool_use tool_calling mcp_client_config_path multi_turn.format"
     ),
     "rewards, a list of names, or of functions as module:function": (
-        "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager rubric "
+        "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager "
         "custom_reward_function.path apply_verifiable_reward reward_fn_key remap_verifier reward_fns "
         "reward_kwargs reward_functions reward_processing_classes verification launch_reward_fn_async "
         "use_reward_loop reward_model_plugin rm_type custom_rm_path group_rm"
@@ -206,9 +206,16 @@ SAID = {
     "rewards: {name: judge, model: NAME}, with url, temperature, max_tokens and timeout_seconds": (
         "llm_judge_model llm_judge_max_tokens llm_judge_temperature llm_judge_timeout judge_model llm_as_a_judge judge"
     ),
+    "rewards: {name: rubric, url: SERVER}, with criteria in each row under rubric": (
+        "rubric rubrics rubric_reward rubric_rewards rubrics_as_rewards apply_rubric_reward"
+    ),
+    "rewards: {name: judge_ranking, url: SERVER}": "ruler group_judge group_relative_judge ranking_reward",
     "task.split, or the split of each part of task: mixture": "dataset_mixer_list_splits",
     "model.adapter.alpha, of LoRA": "alpha",
     "teacher.name, one model": "teacher_models",
+    "teacher.weights: live, start or ema, which takes in every update": "teacher_model_kind teacher_sync_steps",
+    "teacher.prompt_format, with {question} and {shown} in it": "teacher_prompt_template reprompt_template",
+    "teacher.ema_decay, which is 1 less the rate, with teacher.weights: ema": "teacher_update_rate",
     "rollout.engine.url, one address": "client.base_url",
     "rollout.tool_seconds, of one call of a tool": "env.timeout",
     "the grader code_tests, with timeout_seconds and memory_megabytes": (

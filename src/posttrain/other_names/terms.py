@@ -30,6 +30,8 @@ TERMS = {
     ),
     "the recipe distillation/on-policy-distillation": "opd on_policy_distill",
     "the recipe rl/sdpo": "sdpotrainer sdpoconfig self_distillation",
+    "the recipe tiny/sdft": "sdft sdfttrainer sdftconfig self_distillation_ft",
+    "the recipe tiny/opsd": "opsd opsdtrainer on_policy_self_distillation",
     "the recipe tiny/prm: `posttrain train tiny/prm`": (
         "prmtrainer prmconfig prm process_reward process_reward_modeling step_reward process_supervision"
     ),

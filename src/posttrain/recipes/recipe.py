@@ -16,6 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
 from posttrain.recipes.older import OLDER_RECIPES
+from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
@@ -24,14 +25,12 @@ from posttrain.recipes.sections import (
     ComponentList,
     DataSection,
     EvalSection,
-    HeadSection,
     MaskComponent,
     ModelSection,
     PromptSection,
     RewardComponent,
     RolloutSection,
     ScaleSection,
-    TeacherSection,
     TrainSection,
     as_list,
     read_parts,

@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.acting import sections as conditions
 from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
-from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
+from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -350,38 +350,6 @@ class RolloutSection(Section):
 
 # Default limits of a rollout of several turns.
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
-
-
-class HeadSection(Section):
-    """The head of a value or reward model: one linear layer, fp32.
-
-    Args:
-        trunk: a value head is on a model of its own (``separate``, which starts as a copy of the policy) or on
-            the policy's (``shared``); a reward head is always on the model that is trained.
-        init_std: standard deviation of its initial weights.
-        lr_ratio: multiplies the learning rate of the head and of a separate trunk.
-    """
-
-    trunk: Literal["separate", "shared"] = "separate"
-    init_std: float = Field(default=0.02, ge=0)
-    lr_ratio: float = Field(default=1.0, gt=0)
-
-
-class TeacherSection(Section):
-    """The teacher of objectives that read one.
-
-    Args:
-        name: a model, or ``self``: the model that is trained, given feedback that the student does not see (a
-            right answer of another sample to the same prompt).
-        top_k: candidates whose probabilities are kept for each token.
-        dtype: type of its weights; by default the student's.
-        trust_remote_code: run Python code that comes with the teacher; allowed on the command line only.
-    """
-
-    name: str
-    top_k: Annotated[int, conditions.IF_CANDIDATES_ARE_READ] = Field(default=64, ge=1)
-    dtype: Dtype | None = None
-    trust_remote_code: bool = False
 
 
 class DataSection(Section):

@@ -49,6 +49,7 @@ _TRAINING_ONLY = (
     "optimizer.safetensors",
     "rollout_buffer.safetensors",
     "reference.safetensors",
+    "averages.safetensors",
     "state.json",
     MANIFEST,
 )

@@ -89,7 +89,7 @@ class Episode:
     """One completion with its prompt, of one turn or of all that an environment answered.
 
     ``reward``: of the environment, None without one; ``failures``: as in ``Rollout``. ``messages``: those of the
-    example, with the environment's opening; None without one.
+    example, with the environment's opening; None without one. ``feedback``: as in ``Rollout``.
     """
 
     prompt: tuple[int, ...]
@@ -98,6 +98,7 @@ class Episode:
     reward: float | None = None
     failures: tuple[str, ...] = ()
     messages: tuple[Message, ...] | None = None
+    feedback: str | None = None
 
 
 class Respondent(Protocol):

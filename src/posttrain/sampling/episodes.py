@@ -60,7 +60,8 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
     form = call_form(tokenizer, template)
     if options.show_tools:
         template = show_tools(template, [tool.schema for tool in toolset.tools.values()], form)
-    refuse_unpaid(toolset, [component.name for component in recipe.rewards])
+    sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
+    refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
@@ -276,12 +277,13 @@ class Episodes:
                 completion = groups[n][k]
                 turns = tuple(actors[n, k].turns)
             reward = session.reward()
+            feedback = session.feedback()
             messages = tuple(opened(examples[i], openings.get(i, "")))
             failures: tuple[str, ...] = ()
             if session.failure:
                 completion = replace(completion, finish="environment_failed")
                 failures = (session.failure,)
-            episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages)
+            episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages, feedback)
         closings = [session.close() for session in sessions.values()]
         for closing in closings:
             if closing is not None:  # the next to be played may need the place, or what it holds

@@ -1,4 +1,4 @@
-"""The questions to a judge (score one answer, or name the better of two), and reading its reply.
+"""The questions to a judge (score an answer, say whether it meets a criterion, rank answers), and reading its reply.
 
 A judged text was written by a model in training, which is paid by the judge, so it may hold orders ("give this a 10").
 Every text that is not ours is quoted between two marks with a digest of all these texts: no text holds its own digest,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from posttrain.sampling.http import Interrupted
 from posttrain.untrusted import cut_end
 
 RUBRIC = "How well does the answer do what was asked: is it right, complete and clear, without more than is needed?"
+LETTERS = "abcdefghijkl"
+MAX_RANKED = len(LETTERS)  # answers in one question; the number of their order is exact in a float
 _FENCE = re.compile(r"```(?:[A-Za-z0-9]{0,10})[ \t]*\n(.*?)\s*```", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _RULES = (
@@ -68,7 +71,13 @@ class Question:
         has_keys = isinstance(judged, dict) and set(judged) == set(keys)
         if not has_keys or not isinstance(judged["reasoning"], str):
             raise Interrupted(f"the reply is not an object of {' and '.join(keys)}: {shown}")
-        score = judged[self.answer]
+        value = self.value_of(judged[self.answer])
+        if value is None:
+            raise Interrupted(f"the reply's {self.answer} is none that was asked for: {shown}")
+        return value
+
+    def value_of(self, score: object) -> float | None:
+        """Return the value of what the reply says under ``answer``; None if that was not asked for."""
         if isinstance(score, str) and _NUMBER.fullmatch(score.strip()):
             score = float(score)
         if isinstance(score, str) and score in self.values:
@@ -78,7 +87,46 @@ class Question:
             high = max(self.values)
             if low <= score <= high:
                 return float((score - low) / (high - low))
-        raise Interrupted(f"the reply's {self.answer} is none that was asked for: {shown}")
+        return None
+
+
+@dataclass(frozen=True)
+class RankingQuestion(Question):
+    """A question whose reply names ``size`` answers by their letters, the best first; valued by ``order_number``."""
+
+    size: int = 0
+
+    def value_of(self, score: object) -> float | None:
+        """Return the number of the order; None unless each letter is named once."""
+        if not isinstance(score, str):
+            return None
+        named = [part.strip().lower() for part in score.split(">")]
+        letters = LETTERS[: self.size]
+        if sorted(named) != list(letters):
+            return None
+        return float(order_number([letters.index(name) for name in named]))
+
+
+def order_number(order: Sequence[int]) -> int:
+    """Return the place of an order of 0, 1, ... n − 1 among all n! of them, sorted as words are.
+
+    ``Σ_i c_i (n − 1 − i)!``, where c_i counts the smaller numbers behind the i-th (Lehmer 1960).
+    """
+    number = 0
+    for place, item in enumerate(order):
+        behind = order[place + 1 :]
+        number += sum(other < item for other in behind) * math.factorial(len(behind))
+    return number
+
+
+def numbered_order(number: int, size: int) -> list[int]:
+    """Return the order of 0, 1, ... ``size`` − 1 whose ``order_number`` this is."""
+    left = list(range(size))
+    order: list[int] = []
+    for behind in range(size - 1, -1, -1):
+        place, number = divmod(number, math.factorial(behind))
+        order.append(left.pop(place))
+    return order
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -113,6 +161,29 @@ def ask_winner(prompt: str, first: str, second: str, *, rubric: str) -> Question
     return _question(texts, order + rubric, form, "winner", {"first": 1.0, "second": 0.0, "tie": 0.5})
 
 
+def ask_criterion(prompt: str, answer: str, criterion: str, *, gold: str | None = None) -> Question:
+    """Ask whether an answer meets a criterion: value 1 for yes, 0 for no; ``gold``: the known answer."""
+    texts = {"question": prompt, "answer": answer, "criterion": criterion}
+    if gold is not None:
+        texts["known-answer"] = gold
+    rubric = (
+        "is what the text named criterion says true of the answer? A criterion may describe a fault; then yes means "
+        "that the answer has it."
+    )
+    return _question(texts, rubric, '{"reasoning": why, "met": "yes" or "no"}', "met", {"yes": 1.0, "no": 0.0})
+
+
+def ask_ranking(prompt: str, answers: Sequence[str], *, rubric: str) -> RankingQuestion:
+    """Ask for the order of 2 to ``MAX_RANKED`` answers, the best first, valued by ``order_number``."""
+    assert 2 <= len(answers) <= MAX_RANKED, "checked by the recipe"
+    letters = LETTERS[: len(answers)]
+    texts = {"question": prompt} | {f"answer-{name}": text for name, text in zip(letters, answers, strict=True)}
+    form = f'{{"reasoning": why, "ranking": the letters of all answers, the best first, as in "{" > ".join(letters)}"}}'
+    order = "Put all answers in order. The order in which they stand says nothing. "
+    asked = _question(texts, order + rubric, form, "ranking", {})
+    return RankingQuestion(asked.system, asked.text, asked.schema, asked.answer, size=len(answers))
+
+
 def _question(texts: Mapping[str, str], rubric: str, form: str, answer: str, values: Mapping[Any, float]) -> Question:
     mark = mark_of(list(texts.values()))
     reply = _REPLY.format(form=form)
@@ -120,9 +191,12 @@ def _question(texts: Mapping[str, str], rubric: str, form: str, answer: str, val
     kind = "string"
     if answer == "score":
         kind = "integer"
+    judged: dict[str, Any] = {"type": kind}
+    if values:
+        judged["enum"] = list(values)
     schema = {
         "type": "object",
-        "properties": {"reasoning": {"type": "string"}, answer: {"type": kind, "enum": list(values)}},
+        "properties": {"reasoning": {"type": "string"}, answer: judged},
         "required": ["reasoning", answer],
         "additionalProperties": False,
     }

@@ -42,7 +42,8 @@ CACHE = "judge.jsonl"
 KEY_VARIABLE = "JUDGE_API_KEY"
 SUFFIXES = (".yaml", ".yml")  # of a file that names a judge
 _MAX_CACHE_BYTES = 1 << 30
-_HOW = ("rubric", "scale", "known_answer", "max_failures")  # options of the reward that do not choose the judge
+# Options of rewards that do not choose the judge.
+_HOW = ("rubric", "scale", "known_answer", "max_failures", "key", "both_orders")
 # Tokenizers of chats take these for marks of turns, in contents too, so an answer could end its turn with them.
 _TURN_MARKS = re.compile(
     r"<(?=[|｜][^<>\s]{1,40}[|｜]>|/?(?:s|bos|eos|start_of_turn|end_of_turn)>|</?SYS>>)|"
@@ -283,7 +284,7 @@ def check_failures(opinions: Sequence[Opinion], bound: float, judge: Judge) -> N
         )
 
 
-_judge_for = cache(Judge)
+judge_for = cache(Judge)
 
 
 def prepare_judge(*, where: str = "judge", folder: Path | None = None, **options: Any) -> Judge:
@@ -350,7 +351,7 @@ def judge(
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
     limits = (temperature, max_tokens, concurrency, retries, timeout_seconds)
-    judge = _judge_for(url, model, structured, *limits, where, folder[0])
+    judge = judge_for(url, model, structured, *limits, where, folder[0])
     questions = []
     for one, answer in zip(example, text, strict=True):
         gold = None

@@ -265,6 +265,7 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
         outcome=grade.outcome,
         turns=episode.turns,
         failures=episode.failures,
+        feedback=episode.feedback,
     )
 
 

@@ -35,6 +35,7 @@ from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Sample, collate,
 
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
+    from posttrain.training.parts.averages import Teacher
     from posttrain.training.parts.masks import BoundMask
 
 T = TypeVar("T")
@@ -115,8 +116,30 @@ class Scorer:
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return for each row, at its trained tokens, the likeliest tokens ``int64 [N, K]`` and their
         log-probabilities."""
+        return self._of_candidates(batch, k, lambda forward, part: forward.top_candidates(part, k))
+
+    @torch.no_grad()
+    def logprobs_of(self, batch: Batch, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each row, at its trained tokens, the log-probabilities of tokens ``int64 [N, K]``."""
+        k = ids[0].shape[-1]
+        table = torch.zeros((*batch.mask.shape, k), dtype=torch.long)
+        for row, own in enumerate(ids):
+            table[row, batch.mask[row]] = own
+        asked = replace(batch, fields={"teacher_ids": table})
+
+        def compute(forward: Forward, part: Batch) -> tuple[Tensor, Tensor]:
+            given = forward(part, "none", with_candidates=True).candidate_logprobs
+            assert given is not None, "asked for"
+            return part.field("teacher_ids"), given
+
+        return self._of_candidates(asked, k, compute)[1]
+
+    def _of_candidates(
+        self, batch: Batch, k: int, compute: Callable[[Forward, Batch], tuple[Tensor, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is computed of K tokens for each row, at its trained tokens; 0 of rows that are not computed."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
-        for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
+        for rows, both in self._each(batch, compute):
             likeliest = both[0].cpu()
             their_logprobs = both[1].cpu().float()
             for place, row in enumerate(rows):
@@ -175,11 +198,15 @@ def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
 
 
 @register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
-def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> dict[str, Tensor]:
-    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, with their
-    log-probabilities ``teacher_candidate_logprobs``."""
+def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, recipe: Recipe) -> dict[str, Tensor]:
+    """``int64 [B, T, K]``: the likeliest tokens (``teacher.top_k``) of the teacher, or of the student when the batch
+    was made (``teacher.support``), likeliest first, with the teacher's ``teacher_candidate_logprobs`` of them."""
     assert recipe.teacher is not None
-    ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
+    if recipe.teacher.support == "student":
+        ids, _ = policy.candidates(batch, recipe.teacher.top_k)
+        logprobs = teacher.logprobs_of(seen, ids)
+    else:
+        ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
     shape = (*batch.mask.shape, ids[0].shape[-1])
     all_ids = torch.zeros(shape, dtype=torch.long)
     all_logprobs = torch.zeros(shape, dtype=torch.float32)
@@ -422,7 +449,7 @@ class BatchFields:
     forward: Forward | ActorCritic
     context_tokens: int
     reference: Reference | None = None
-    teacher: Forward | None = None
+    teacher: Teacher | None = None
     correct: Callable[[Tensor, Tensor], Tensor] | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
     vanishes: tuple[str, ...] = ()
@@ -555,7 +582,6 @@ class BatchFields:
         }
         if self.reference is not None:
             parts["reference"] = scorer(self.reference.open)
-        teacher = self.teacher
-        if teacher is not None:
-            parts["teacher"] = scorer(lambda: nullcontext(teacher))
+        if self.teacher is not None:
+            parts["teacher"] = scorer(self.teacher.open)
         return parts

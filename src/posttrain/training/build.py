@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,16 @@ from posttrain.data.base import Task, build_task
 from posttrain.data.render import end_id, stop_ids
 from posttrain.data.render.template import Template, build_template, further_ends
 from posttrain.data.rendered import take_rendered
+from posttrain.graders.rewards import refuse_rows
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
+from posttrain.recipes.other_models import HeadSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, HeadSection, TrainSection
+from posttrain.recipes.sections import Component, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -43,7 +45,7 @@ from posttrain.training.checks import (
     vanishing_fields,
 )
 from posttrain.training.optimizer import build_optimizer
-from posttrain.training.parts.built_models import BuiltModels, build_models, compare_over_shared_ids, load_teacher
+from posttrain.training.parts.built_models import BuiltModels, build_models
 from posttrain.training.records.facts import describe_run, without_formula
 from posttrain.training.step import Method, Objective
 from posttrain.types import Model, Tokenizer
@@ -54,6 +56,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
+    from posttrain.training.parts.averages import Teacher, WeightAverage
     from posttrain.training.parts.masks import BoundMask
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
@@ -80,6 +83,7 @@ class TrainerState:
     reference: Reference | None = None  # where something needs it
     moving: ReferenceSection | None = None  # how the reference moves
     evaluator: Evaluator | None = None
+    averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
 
     @property
@@ -129,6 +133,13 @@ class TrainerState:
     def learning(self) -> Method:
         """Return the method over the weights that gradients are computed with."""
         return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def follow_update(self) -> None:
+        """Bring what follows the trained weights up to date: unsharded copies, and averages."""
+        if self.shards is not None:
+            self.shards.gather()
+        for average in self.averages.values():
+            average.update()
 
     def whole_parameters(self) -> list[Tensor]:
         """Return the trained parameters that this process has unsharded."""
@@ -191,6 +202,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
 
         eval_tasks = build_eval_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
+    _refuse_inputs(recipe, [task, *eval_tasks])
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -232,9 +244,27 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         reference=models.reference,
         moving=recipe.reference,
         evaluator=evaluator,
+        averages=_averages_of(fields.teacher),
         warnings=warnings,
         facts=facts,
     )
+
+
+def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
+    """Refuse rows that a reward cannot judge, and a teacher of another tokenizer, before a model is loaded."""
+    refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
+    if recipe.teacher is not None:
+        from posttrain.training.parts.teachers import refuse_other_tokenizer
+
+        refuse_other_tokenizer(recipe.teacher, recipe.model)
+
+
+def _averages_of(teacher: Teacher | None) -> dict[str, WeightAverage]:
+    """Return the averages that updates go on with, by their use."""
+    averages: dict[str, WeightAverage] = {}
+    if teacher is not None and teacher.average is not None:
+        averages["teacher"] = teacher.average
+    return averages
 
 
 def _build_evaluator(
@@ -381,7 +411,10 @@ def build_rollout_source(
         from posttrain.training.sources.feedback import Feedback
 
         template = prompting.grader.template
-        feedback = Feedback(prompting.tokenizer, template, options.label_above, prompting.context_tokens)
+        own = components.recipe.teacher
+        assert own is not None, "the model teaches itself"
+        limits = (options.label_above, prompting.context_tokens)
+        feedback = Feedback(prompting.tokenizer, template, *limits, own.sees, own.prompt_format)
     advantage_estimator = build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
@@ -418,16 +451,11 @@ def _build_batch_fields(
         from posttrain.training.parts.masks import bind_masks
 
         masks = bind_masks(recipe.masks)
-    teacher: Forward | None = None
+    teacher: Teacher | None = None
     if recipe.teacher is not None:
-        if components.teaches_itself:
-            teacher = models.policy
-        else:
-            teacher = load_teacher(recipe.teacher, recipe.model, models, recipe.train.precision)
-        learners: list[Forward | ActorCritic] = [models.policy, method.forward]
-        if models.shards is not None:
-            learners.append(models.shards.forward)
-        compare_over_shared_ids(learners, teacher, models.tokenizer, is_own=components.teaches_itself)
+        from posttrain.training.parts.teachers import build_teacher
+
+        teacher = build_teacher(recipe.teacher, recipe.model, models, method.forward)
     return BatchFields(
         components.needs,
         recipe,

@@ -2,7 +2,8 @@
 
 ``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an adapter), the tokenizer,
 ``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that still has optimizer steps to serve, if
-any), ``heads.safetensors`` (heads and critics, if any), ``reference.safetensors`` (a reference that moves),
+any), ``heads.safetensors`` (heads and critics, if any), ``averages.safetensors`` (averages of the weights, if any),
+``reference.safetensors`` (a reference that moves),
 ``state.json`` and ``manifest.json`` with the SHA-256 of every file. It is written aside as ``.tmp-*``, synced and
 renamed, so a folder with a final name is complete; on load the manifest is verified. With ``scale.checkpoint: sharded``
 each process writes its part of the optimizer into the folder ``optimizer`` (torch.distributed.checkpoint in
@@ -36,7 +37,8 @@ from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
 from posttrain.models.written.older_readers import write_older_keys
 from posttrain.models.written.untrained import complete_folder
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.sections import Component, TeacherSection
+from posttrain.recipes.other_models import TeacherSection
+from posttrain.recipes.sections import Component
 from posttrain.store.checkpoint_files import (
     ASIDE,
     Unverified,
@@ -51,6 +53,7 @@ from posttrain.store.checkpoint_files import (
 )
 from posttrain.store.durable import explain_storage, storage_errors
 from posttrain.training.checks import OWN_TEACHER
+from posttrain.training.parts.averages import AVERAGES
 from posttrain.types import Model, Tokenizer
 from posttrain.untrusted import first_fault
 
@@ -59,8 +62,8 @@ from posttrain.untrusted import first_fault
 class Checkpoint:
     """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
 
-    ``optimizer``, ``rollout_buffer``, ``heads`` and ``reference`` are CPU tensors by name. ``skipped`` says, newest
-    first, which newer checkpoints did not verify and why.
+    ``optimizer``, ``rollout_buffer``, ``heads``, ``averages`` and ``reference`` are CPU tensors by name. ``skipped``
+    says, newest first, which newer checkpoints did not verify and why.
     """
 
     path: Path
@@ -69,8 +72,9 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     rollout_buffer: dict[str, Tensor] | None
     heads: dict[str, Tensor] = field(default_factory=dict)
-    reference: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -86,6 +90,7 @@ def save_checkpoint(
     reference: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    averages: Mapping[str, Tensor] | None = None,
     ends: Collection[int] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
@@ -100,6 +105,7 @@ def save_checkpoint(
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
         weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
+        averages: those of ``average_tensors``.
         process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
@@ -123,10 +129,8 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "reference": reference}
-            for name, tensors in others.items():
-                if tensors is not None:
-                    save_file(_storable(tensors), aside / f"{name}.safetensors")
+            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "averages": averages or None}
+            _write_tensors(aside, **others, reference=reference)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -136,6 +140,13 @@ def save_checkpoint(
         if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
             shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
+
+
+def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
+    """Write each mapping that there is into a file of its name."""
+    for name, tensors in named.items():
+        if tensors is not None:
+            save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
@@ -256,8 +267,9 @@ def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
         optimizer = _tensors(path, "optimizer.safetensors")
     buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
     heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
+    averages = _tensors(path, AVERAGES) if AVERAGES in files else {}
     reference = _tensors(path, "reference.safetensors") if "reference.safetensors" in files else {}
-    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, reference, list(skipped))
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped), averages, reference)
 
 
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:

@@ -82,6 +82,18 @@ class Components:
         return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
+    def compares_with_start(self) -> bool:
+        """True if a teacher or evaluations read the model as it was when training began."""
+        teacher = self.recipe.teacher
+        is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
+        return is_taught_by_start or bool(self.recipe.eval.num_kl_prompts)
+
+    @property
+    def needs_start(self) -> bool:
+        """True if something reads the model as it was when training began, or a reference that moves from there."""
+        return self.compares_with_start or "reference" in self.parts
+
+    @property
     def only_scores(self) -> bool:
         """True if a reward model is trained, which writes no answers."""
         return bool(self.objective.traits.get("head") == "score")
@@ -178,6 +190,8 @@ def unread_parts(components: Components, task: Task) -> list[str]:
             f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"
         )
     is_sampled = components.recipe.rollout is not None and components.shape != "demonstration"
+    teacher = components.recipe.teacher
+    is_sampled = is_sampled and (teacher is None or teacher.sees != "response")
     if is_sampled and any(example.responses for example in islice(task.examples, 1)):
         lines.append(
             f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} "
@@ -255,8 +269,28 @@ def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
     yield "correction" in w.needs and not recipe.correction, "correction", corrected
     credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     yield "advantages" in w.needs and not recipe.advantage, "advantage", credited
+    yield from _of_own_teacher(w)
+
+
+def _of_own_teacher(w: Components) -> Iterator[Rule]:
+    """Yield rules about a model that teaches itself, and about what its teacher sees."""
+    teacher = w.recipe.teacher
+    if teacher is None:
+        return
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
-    yield w.teaches_itself and recipe.rollout is None, "teacher.name", samples
+    yield w.teaches_itself and w.recipe.rollout is None, "teacher.name", samples
+    of_another = f": it is for a model that teaches itself; set teacher.name to {OWN_TEACHER}, or leave it out"
+    for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
+        is_unusual = getattr(teacher, key) != usual
+        yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
+    silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
+    yield teacher.sees == "environment" and w.recipe.environment is None, "teacher.sees", silent
+    sharded = ": an average of sharded weights is not kept; use scale.sharding none, or teacher.weights start or live"
+    yield teacher.weights == "ema" and w.recipe.scale.sharding != "none", "teacher.weights", sharded
+    single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
+    others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
+    sees_samples = w.teaches_itself and teacher.sees == "right_sample"
+    yield sees_samples and single, "rollout.group_size", others
 
 
 def _of_data(w: Components, objective: str) -> Iterator[Rule]:
@@ -449,6 +483,13 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
     unknown += answer_value("rollout.uniform_by", name)
     yield name not in known, "rollout.uniform_by", unknown
+    if w.recipe.rollout is None:
+        return
+    size = w.recipe.rollout.group_size
+    for index, reward in enumerate(w.recipe.rewards):
+        limit = registry.find("reward", reward.name, f"rewards.{index}").traits.get("max_group", size)
+        large = f"={size}: reward {reward.name!r} ranks at most {limit} answers in one question; lower it"
+        yield size > limit, "rollout.group_size", large
 
 
 def _of_scale(w: Components) -> Iterator[Rule]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from posttrain.activity import phase
 from posttrain.balances.findings import Imbalance
 from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
+from posttrain.models.forward.precision import use_threads, with_threads
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
@@ -55,6 +56,7 @@ from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
+from posttrain.training.parts.averages import average_tensors, restore_averages
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
 from posttrain.training.records.stored_records import FACTS, write_facts
@@ -171,6 +173,8 @@ class Loop:
             self.parts.reference.restore(checkpoint.reference)
         if self.parts.shards is not None:
             self.parts.shards.scatter()
+        if self.parts.averages:
+            restore_averages(self.parts.averages, checkpoint.averages, checkpoint.path)
         vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
         self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
         self.step = checkpoint.step
@@ -221,7 +225,7 @@ class Loop:
             what = f"goes on in {after}, and the checkpoint was saved by {before}"
             self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
         elif threads != own:
-            _use_threads(threads)
+            use_threads(threads)
             line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
@@ -356,8 +360,7 @@ class Loop:
             self.update_records.weights.before_update()
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
-            if self.parts.shards is not None:
-                self.parts.shards.gather()
+            self.parts.follow_update()
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(
@@ -439,6 +442,7 @@ class Loop:
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
         tensors["reference"] = parts.reference_tensors()
+        tensors["averages"] = average_tensors(parts.averages)
         if shards is not None and process_group.size == 1:
             tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
         if shards is not None and not shards.keeps_whole:
@@ -548,23 +552,6 @@ def open_loop(
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
             plan = plan_loop(recipe, steps)
             yield Loop(plan, files, parts, metrics, rollouts, observer, steps, process_group), length
-
-
-@contextmanager
-def with_threads(number: int) -> Iterator[None]:
-    """Compute with so many threads, inside the block."""
-    before = torch.get_num_threads()
-    _use_threads(number)
-    try:
-        yield
-    finally:
-        _use_threads(before)
-
-
-def _use_threads(number: int) -> None:
-    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
-    if number != torch.get_num_threads():
-        torch.set_num_threads(number)
 
 
 @contextmanager

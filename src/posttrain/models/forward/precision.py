@@ -1,4 +1,4 @@
-"""Parts of a forward pass that stay in full precision where a GPU computes in TF32, and kernels of one order."""
+"""Settings that decide the last bits of a pass: full precision where a GPU has TF32, kernels of one order, threads."""
 
 from __future__ import annotations
 
@@ -50,3 +50,20 @@ def choose_kernels(device: str, deterministic: bool) -> None:
     if device in ("auto", "cuda") and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
         torch.use_deterministic_algorithms(deterministic)
+
+
+@contextmanager
+def with_threads(number: int) -> Iterator[None]:
+    """Compute with so many threads, inside the block."""
+    before = torch.get_num_threads()
+    use_threads(number)
+    try:
+        yield
+    finally:
+        use_threads(before)
+
+
+def use_threads(number: int) -> None:
+    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import CheckpointError, PosttrainError
+from posttrain.models.forward.precision import with_threads
+from posttrain.recipes.other_models import TeacherSection
 from posttrain.recipes.recipe import Recipe, validate_recipe
-from posttrain.recipes.sections import TeacherSection
 from posttrain.runs.directory import RunDirectory, RunStatus, State, new_status
 from posttrain.runs.what_if.plan import START, Future, WhatIfPlan, future_folder, read_plan
 from posttrain.store.checkpoint_files import Unverified, discard_checkpoint, step_folder, verify
@@ -24,7 +25,7 @@ from posttrain.store.durable import storage_errors
 from posttrain.store.reading import open_record
 from posttrain.training.checkpoint import Checkpoint, load_checkpoint
 from posttrain.training.files import RunFiles
-from posttrain.training.loop import Loop, open_loop, with_threads
+from posttrain.training.loop import Loop, open_loop
 from posttrain.training.sources.interventions import Intervention
 
 RECIPE_NAME = "what-if"

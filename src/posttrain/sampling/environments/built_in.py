@@ -233,6 +233,10 @@ class NumberGuess:
         """Return 1 if the number was found."""
         return float(self.is_found)
 
+    def get_feedback(self) -> str:
+        """Return the number that was to be found."""
+        return f"The number was {self.number}."
+
     def guess(self, number: int) -> str:
         """Guesses the number; says whether it is higher, lower or right.
 

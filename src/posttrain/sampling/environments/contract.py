@@ -10,12 +10,14 @@ It is that of TRL's ``environment_factory``, so that a class written for it runs
   model also reads its exceptions, which are recorded.
 - ``get_reward() -> float`` (optional): the reward ``environment``, read once, at the end.
 - ``get_turn_reward() -> float`` (optional): the reward ``turn_rewards``, read once after each turn with calls.
+- ``get_feedback() -> str | None`` (optional): what it says of the whole answer to a teacher that sees that
+  (``teacher.sees: environment``), read once, at the end.
 - An attribute ``done`` (optional) that has become true ends the episode.
 - ``close()`` (optional) gives back resources.
 
-Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward`` or
-``get_turn_reward``, or is needed again while a call of it hangs, is broken: that is no reward of 0, the episode is
-played again from the same seed.
+Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward``,
+``get_turn_reward`` or ``get_feedback``, or is needed again while a call of it hangs, is broken: that is no reward of
+0, the episode is played again from the same seed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from posttrain.sampling.environments.pool import EnvironmentJob, Pool
 from posttrain.sampling.environments.tools import Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
-NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
+NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "get_feedback", "close")
 
 
 class EnvironmentFailed(Exception):
@@ -54,6 +56,7 @@ class Toolset:
     tools: Mapping[str, Tool]
     gives_reward: bool
     pays_turns: bool = False
+    gives_feedback: bool = False
 
 
 def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
@@ -67,6 +70,7 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
     make = None
     gives_reward = False
     pays_turns = False
+    gives_feedback = False
     name = "tools"
     if environment is not None:
         name = environment.name
@@ -78,6 +82,7 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
             raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
         gives_reward = callable(getattr(kind, "get_reward", None))
         pays_turns = callable(getattr(kind, "get_turn_reward", None))
+        gives_feedback = callable(getattr(kind, "get_feedback", None))
         # A base's methods first, in the order in which they are written.
         members = []
         for base in reversed(kind.__mro__[:-1]):
@@ -100,15 +105,17 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         tools[tool.name] = tool
     if not tools:
         raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
-    return Toolset(name, make, tools, gives_reward, pays_turns)
+    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback)
 
 
-def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
-    """Refuse rewards that the environment does not give.
+def refuse_unpaid(toolset: Toolset, rewards: Sequence[str], *, wants_feedback: bool = False) -> None:
+    """Refuse rewards that the environment does not give, and a teacher that is to see what it does not say.
 
     Raises:
         UsageError: with the method that is missing.
     """
+    if wants_feedback and not toolset.gives_feedback:
+        raise UsageError(f"teacher.sees environment: {toolset.name!r} has no get_feedback, which says it; write one")
     for reward, method, is_there in (
         ("environment", "get_reward", toolset.gives_reward),
         ("turn_rewards", "get_turn_reward", toolset.pays_turns),
@@ -203,6 +210,19 @@ class Session:
         """Return get_turn_reward for the turn whose calls were run; None as ``reward``."""
         if self.toolset.pays_turns:
             return self._number("get_turn_reward")
+        return None
+
+    def feedback(self) -> str | None:
+        """Return get_feedback; None without one, or where the environment is broken, with ``failure`` set."""
+        if not self.toolset.gives_feedback or self.failure or not self._is_free("get_feedback"):
+            return None
+        job = self.pool.submit(self.environment.get_feedback, self.seconds)
+        text = self._outcome(job, "get_feedback")
+        if isinstance(text, str):
+            return text
+        if text is not None and not self.failure:
+            what = type(text).__name__
+            self.failure = f"get_feedback returned {what}, which is no text; return what it says, or None"
         return None
 
     def close(self) -> EnvironmentJob | None:

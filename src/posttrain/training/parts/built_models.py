@@ -1,4 +1,4 @@
-"""The models of a run before its first step: the trained one, its heads, the reference, the shards and a teacher."""
+"""The models of a run before its first step: the trained one, its heads, the reference and the shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from posttrain.data.base import Task, document_texts
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
 from posttrain.models.config import context_length
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
@@ -20,7 +20,7 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.models.written.untrained import note_untrained
 from posttrain.process_group import ProcessGroup
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import ModelSection, TeacherSection
+from posttrain.recipes.sections import ModelSection
 from posttrain.training.batch_fields import scoring_temperature
 from posttrain.training.checks import Components
 from posttrain.training.step import same_digest, weights_digest
@@ -40,7 +40,7 @@ class BuiltModels:
     forward: Forward | ActorCritic  # the forward pass that the objective reads
     heads: dict[str, torch.nn.Module]
     reference: Reference | None  # what objectives compare with
-    start: Reference | None  # what evaluations compare with
+    start: Reference | None  # what evaluations and teachers read
     shards: Shards | None
 
     @property
@@ -99,26 +99,24 @@ def build_models(
 
 
 def _build_references(components: Components, policy: Forward) -> tuple[Reference | None, Reference | None]:
-    """Return the reference of objectives and that of evaluations: one object, unless the first moves.
+    """Return the reference of objectives, and that of evaluations and teachers: one object, unless the first moves.
 
     Raises:
         RecipeError: a reference that moves, of a model with an adapter.
     """
-    recipe = components.recipe
-    is_measured = bool(recipe.eval.num_kl_prompts)
-    if "reference" not in components.parts and not is_measured:
+    if not components.needs_start:
         return None, None
     from posttrain.models.reference import Reference
 
     reference = Reference(policy)
-    if recipe.reference is None:
+    if components.recipe.reference is None:
         return reference, reference
     if has_adapter(policy.model):
         raise RecipeError(
             "reference: the model has an adapter, and the base is its reference, which cannot move. Train all weights, "
             "or leave 'reference' out"
         )
-    if not is_measured:
+    if not components.compares_with_start:
         return reference, None
     return reference, Reference(policy)
 
@@ -152,42 +150,6 @@ def _forward(model: Model, precision: str, temperature: float) -> Forward:
     if precision == "bf16":
         return Forward(model, temperature, precision="bf16")
     return Forward(model, temperature, precision="fp32")  # with tf32 the GPU rounds, not the pass
-
-
-def compare_over_shared_ids(
-    learners: Sequence[Forward | ActorCritic], teacher: Forward, tokenizer: Tokenizer, *, is_own: bool
-) -> None:
-    """Let student and teacher give probabilities over the ids that the tokenizer and both of them have.
-
-    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
-    """
-    students = [one.policy if isinstance(one, ActorCritic) else one for one in learners]
-    num_ids = min(max(tokenizer.get_vocab().values()) + 1, teacher.num_rows, *(one.num_rows for one in students))
-    if not is_own:
-        teacher.restrict(num_ids, targets=True)
-    for student in students:
-        student.restrict(num_ids)
-
-
-def load_teacher(teacher: TeacherSection, student: ModelSection, models: BuiltModels, precision: str) -> Forward:
-    """Return the forward pass of another model that teaches, in the ``dtype`` of the student unless it has one.
-
-    Raises:
-        UsageError: its vocabulary is not the student's.
-    """
-    section = ModelSection(
-        name=teacher.name,
-        dtype=teacher.dtype or student.dtype,
-        device=student.device,
-        trust_remote_code=teacher.trust_remote_code,
-    )
-    loaded = load_model(section, seed=0)
-    if loaded.tokenizer.get_vocab() != models.tokenizer.get_vocab():
-        raise UsageError(
-            f"teacher.name: {teacher.name!r} has another vocabulary than the student; probabilities of tokens "
-            "can only be compared within one. Choose a teacher of the same family"
-        )
-    return _forward(loaded.model.eval().requires_grad_(False), precision, models.policy.temperature)
 
 
 def _load_trained(section: ModelSection, task: Task, seed: int, device: str | None) -> LoadedModel:

@@ -46,6 +46,10 @@ ALL_MASKED = (
 NOTHING_PLAYED = (
     "no group of this rollout batch has two answers whose environment did not fail: its updates change nothing"
 )
+NOTHING_SHOWN = (
+    "no row of this rollout batch has what its teacher is to see (teacher.sees), or room for it: the teacher reads what"
+    " the student reads"
+)
 OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
 
 
@@ -433,6 +437,8 @@ class RolloutSource(Source):
             rows = [(n, g) for unit in units for n, g in unit]
             teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
             batch.fields["has_feedback"] = has_feedback
+            if not bool(has_feedback.any()):
+                self._warnings.setdefault(NOTHING_SHOWN, False)
         self.batch_fields(batch, teacher_batch, every_row=self._reads_every_row(step))
         if not self.advantage_estimator.needs_batch:
             return {}
