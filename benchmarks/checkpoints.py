@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.training.loop import Loop
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
@@ -72,7 +72,7 @@ def measure(way: str, processes: int, width: int, layers: int) -> dict[str, Any]
 
     Loop.save = watched  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        launch(validate_recipe(recipe_of(way, processes, width, layers)).resolve(), root=folder, name="it")
+        launch(validate_recipe(recipe_of(way, processes, width, layers)).resolve(), RunStart(root=folder, name="it"))
     return info
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from posttrain.data.verifiable.suites import humaneval, mbpp
 from posttrain.graders.code.judging import Checks, Walls, judge_all
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.sandbox.sandbox import Bounds, refusal
 from posttrain.types import Example
 
@@ -83,7 +83,9 @@ def measure_solutions(smallest: bool) -> dict[str, Any]:
 
 
 def graded(examples: Sequence[Example], texts: Sequence[str]) -> list[Any]:
-    return grade("code_tests", [Submission(t, None, None, e.meta) for e, t in zip(examples, texts, strict=True)])
+    return grade_submissions(
+        "code_tests", [Submission(t, None, None, e.meta) for e, t in zip(examples, texts, strict=True)]
+    )
 
 
 def empty_function(example: Example) -> str:

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.graders.choice import multiple_choice
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.math.forms import Expression, NotUnderstood, read_form, undress
 from posttrain.graders.math.grader import COMPARE, math
 from posttrain.graders.math.notation import unify
@@ -255,7 +255,7 @@ def best_constants(num_rows: int) -> dict[str, list[Any]]:
         submissions = [
             adversary.submission(a, e.answer, **e.meta) for a in answers[:: 1 + 60 // num_rows] for e in examples
         ]
-        for submission, verdict in zip(submissions, grade(examples[0].grader, submissions), strict=True):
+        for submission, verdict in zip(submissions, grade_submissions(examples[0].grader, submissions), strict=True):
             rates[submission.extracted or ""] += verdict.outcome == "right"
         ((answer, count),) = rates.most_common(1)
         found[task] = [answer, round(count / len(examples), 4)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.data.stories.task import sums
 from posttrain.recipes.recipe import load_recipe, validate_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import Episode
 from posttrain.sampling.episodes import Episodes
@@ -35,7 +35,7 @@ def make_shown(root: Path) -> Path:
         "train": {"steps": 60, "lr": 3e-3, "save_every": 0},
         "eval": {"every": 0},
     }
-    return launch(validate_recipe(recipe).resolve(), root=root, name="shown").folder
+    return launch(validate_recipe(recipe).resolve(), RunStart(root=root, name="shown")).folder
 
 
 def make_player(shown: Path, root: Path, name: str, *, show_tools: bool) -> Path:

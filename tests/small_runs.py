@@ -24,7 +24,7 @@ from posttrain.registry import register
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.training.files import RunFiles
-from posttrain.training.loop import TrainResult, train
+from posttrain.training.loop import TrainResult, run_training
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 
 MOST_SECONDS = 300.0  # that a command may take: a bound for the slowest of machines
@@ -172,7 +172,7 @@ def watched(
 ) -> TrainResult:
     """Like ``run``, with the events kept."""
     stop: Callable[[], bool] = lambda: stop_after is not None and len(events.of("step")) >= stop_after  # noqa: E731
-    return train(recipe, RunFiles.within(folder), resume=resume, observer=events, should_stop=stop)
+    return run_training(recipe, RunFiles.within(folder), resume=resume, observer=events, should_stop=stop)
 
 
 def train_command(folder: Path, recipe: Recipe, *options: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.interpret.saes.sae import SparseAutoencoder, save_sae
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 
 POSTS = Path(__file__).parent / "browser" / "posts.json"
 TEMPLATE = {"prompt": {"template": {"name": "r1_zero", "preamble": ""}}}
@@ -28,9 +28,9 @@ def make_runs(root: Path) -> Path:
     ``sae`` a dictionary.
     """
     rl = {**COMMON, **ROLLOUTS, "rewards": ["correct"], "objective": "grpo", "train": {"steps": 2}}
-    launch(validate_recipe(rl), root=root, name="rl")
+    launch(validate_recipe(rl), RunStart(root=root, name="rl"))
     sft = {**COMMON, "data": {"batch_size": 2}, "objective": "cross_entropy", "train": {"steps": 1}}
-    launch(validate_recipe(sft), root=root, name="sft")
+    launch(validate_recipe(sft), RunStart(root=root, name="sft"))
     (root / "sft" / "rollouts.db").unlink()
     shutil.copytree(root / "rl", root / "odd")
     with closing(sqlite3.connect(root / "odd" / "rollouts.db")) as database, database:
@@ -38,7 +38,7 @@ def make_runs(root: Path) -> Path:
         database.execute("DELETE FROM rollouts WHERE step = 1")
     pairs = {"task": "small_runs:judged_sums", **TEMPLATE, "data": {"batch_size": 4, "max_length": 256}}
     judge = {**pairs, "objective": "bradley_terry", "train": {"steps": 1}}
-    launch(validate_recipe(judge), root=root, name="judge")
+    launch(validate_recipe(judge), RunStart(root=root, name="judge"))
     about = {"model_name": "tiny", "site": "resid.2", "source": "model"}
     save_sae(SparseAutoencoder(WIDTH, FEATURES, kind="l1", seed=1), root / "sae" / "dictionary", about)
     recipe = "activations: {model: {name: tiny}, site: resid.2, task: stories}\ndictionary: l1\n"

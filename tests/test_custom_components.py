@@ -18,7 +18,7 @@ from closeness import approx
 from posttrain import registry, untrusted
 from posttrain.algorithms.objectives.policy_gradient import reinforce
 from posttrain.cli import main
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.numeric import exact  # noqa: F401  (its module is imported before the registry is looked at)
 from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.plan import load_sweep
@@ -227,7 +227,7 @@ def test_the_worked_example_is_worth_what_it_says(own: Own) -> None:
     assert torch.equal(surprised.function(outputs, batch, power=0.0).values, reinforce(outputs, batch).values)
     assert (brief.function(50), brief.function(51), brief.options({})) == (1.0, 0.0, {"limit": 50})
     asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
-    assert [verdict.outcome for verdict in grade("mine:brackets", asked)] == ["right", "wrong", "no_answer"]
+    assert [verdict.outcome for verdict in grade_submissions("mine:brackets", asked)] == ["right", "wrong", "no_answer"]
     recipe, sweep = YAML_BLOCKS
     (own.folder / "surprised.yaml").write_text(recipe)
     (own.folder / "mine.yaml").write_text(sweep.replace("rl/surprised", str(own.folder / "surprised.yaml")))

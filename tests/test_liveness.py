@@ -27,7 +27,7 @@ from posttrain.commands.sweeps import read_over
 from posttrain.recipes.inert import facts_of, find_inert_options
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.registry import Entry
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.sweeps.file import training_recipe_names
 from posttrain.training.checks import resolve_components
 from test_recipes import judge, local_data, random_models, small_changes, with_coin
@@ -276,7 +276,7 @@ def weights_of(folder: Path) -> Tensor:
 
 
 def trained(recipe: Recipe, folder: Path) -> Tensor:
-    return weights_of(launch(recipe, root=folder, name="run").folder)
+    return weights_of(launch(recipe, RunStart(root=folder, name="run")).folder)
 
 
 def distance(left: Tensor, right: Tensor, start: Tensor) -> float:

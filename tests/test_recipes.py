@@ -14,7 +14,7 @@ import posttrain
 from closeness import approx
 from posttrain.recipes.document import interpretation_names, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metric_names import find_metric
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
@@ -215,7 +215,7 @@ def judge(
 ) -> Path:
     """The run of a reward model, for recipes whose reward is one."""
     root = tmp_path_factory.mktemp("judge")
-    return launch(small("rm-hh-gpt2", random_models, local_data), root=root, name="judge").folder
+    return launch(small("rm-hh-gpt2", random_models, local_data), RunStart(root=root, name="judge")).folder
 
 
 def small(name: str, models: dict[str, Path], data: dict[str, Path]) -> Recipe:
@@ -281,7 +281,7 @@ def test_every_recipe_trains_two_steps(
     name: str, random_models: dict[str, Path], local_data: dict[str, Path], judge: Path, tmp_path: Path
 ) -> None:
     recipe = with_coin(small(name, random_models, local_data), judge)
-    result = launch(recipe, root=tmp_path, name="run")
+    result = launch(recipe, RunStart(root=tmp_path, name="run"))
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     steps = steps_of(result.folder)
     assert all(math.isfinite(value) for metrics in steps for value in metrics.values())
@@ -331,7 +331,7 @@ def test_where_nothing_is_right_nothing_is_updated(
     from safetensors.torch import load_file
 
     recipe = small(name, random_models, local_data)
-    result = launch(recipe, root=tmp_path, name="run")
+    result = launch(recipe, RunStart(root=tmp_path, name="run"))
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     for metrics in steps_of(result.folder):
         assert (metrics["loss"], metrics["grad_norm"], metrics["trained_tokens"]) == (0.0, 0.0, 0.0)

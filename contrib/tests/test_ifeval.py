@@ -23,7 +23,7 @@ from ifeval import (
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UnknownComponent, UsageError
-from posttrain.graders.grading import Submission, Verdict, grade
+from posttrain.graders.grading import Submission, Verdict, grade_submissions
 from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.slow
@@ -353,7 +353,7 @@ def test_task_named_in_a_recipe_brings_its_grader(tmp_path: Path) -> None:
     (example,) = entry.bind({"path": write(tmp_path / "x.jsonl", [ROW])}, "task")().examples
     assert example.grader == "ifeval"
     submission = Submission("One two three", None, None, example.meta)
-    assert [verdict.outcome for verdict in grade(example.grader, [submission])] == ["right"]
+    assert [verdict.outcome for verdict in grade_submissions(example.grader, [submission])] == ["right"]
 
 
 # Instructions that a response of nothing would follow: it contains no comma, no capital and few words.

@@ -18,7 +18,7 @@ from posttrain.data.base import build_task
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Component
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.types import Example
 from posttrain.untrusted import declare_code
@@ -189,9 +189,9 @@ def test_heaps_that_are_held_out_begin_no_game_of_training() -> None:
 def test_nim_learnt_by_reward_is_within_five_percent_of_the_best_play(tmp_path: Path) -> None:
     """The best play is paid 1 in each of these games. (``benchmarks/game.py``: three seeds and all steps.)"""
     folder = Path(__file__).parents[1] / "nim"
-    shown = launch(load_recipe(str(folder / "sft-nim.yaml")), root=tmp_path, name="sft")
+    shown = launch(load_recipe(str(folder / "sft-nim.yaml")), RunStart(tmp_path, "sft"))
     words = [("model.name", str(shown.folder)), ("train.steps", "24")]
-    learnt = launch(load_recipe(str(folder / "grpo-nim.yaml"), words), root=tmp_path, name="grpo")
+    learnt = launch(load_recipe(str(folder / "grpo-nim.yaml"), words), RunStart(tmp_path, "grpo"))
     rows = [row.metrics for row in MetricsLog(learnt.folder / "metrics.jsonl").read()]
     for starts in ("train", "validation"):
         rewards = [row[name] for row in rows if (name := f"eval/episodes/{starts}/reward") in row]

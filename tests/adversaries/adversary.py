@@ -18,7 +18,7 @@ import equivalents
 import grader_answers
 from equivalents import DIFFERENT, SAME, UNKNOWN
 
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 
 Pairs = Sequence[tuple[str, str]]  # (gold, answer)
 GradePairs = Callable[[Pairs], list[bool]]
@@ -70,7 +70,7 @@ def with_grader(name: str) -> GradePairs:
         found: list[bool] = []
         for start in range(0, len(pairs), 20_000):
             batch = [submission(answer, gold) for gold, answer in pairs[start : start + 20_000]]
-            found += [verdict.outcome == "right" for verdict in grade(name, batch)]
+            found += [verdict.outcome == "right" for verdict in grade_submissions(name, batch)]
         return found
 
     return grade_pairs

@@ -15,7 +15,7 @@ from correct_answers import CHOICE, math_pairs, numeric_pairs
 from real_golds import MATH_TASKS, NUMBER_TASKS, PANEL, VALUES, data_folder, real_golds
 
 from posttrain import registry
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 
 needs_data = pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
 NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14", "-0.25", "1000")
@@ -156,9 +156,9 @@ def test_one_of_several_golds_is_no_leave_for_hedges() -> None:
         "17, 1/2",
         "18",
     ]
-    found = grade("any_answer", [submission(answer, "17", **meta) for answer in wrong])
+    found = grade_submissions("any_answer", [submission(answer, "17", **meta) for answer in wrong])
     assert [answer for answer, verdict in zip(wrong, found, strict=True) if verdict.outcome == "right"] == []
-    correct = grade("any_answer", [submission(answer, "17", **meta) for answer in ("17", "0.5")])
+    correct = grade_submissions("any_answer", [submission(answer, "17", **meta) for answer in ("17", "0.5")])
     assert [verdict.outcome for verdict in correct] == ["right", "right"]
 
 
@@ -170,7 +170,9 @@ def letters(texts: list[str], gold: str) -> list[str]:
     ways = [(text, text, None) for text in texts]
     ways += [(text, f"<think> hm </think> <answer> {text} </answer>", text.strip() or None) for text in texts]
     ways += [(text, f"So it is $\\boxed{{{text}}}$.", text) for text in texts if text.count("{") == text.count("}")]
-    found = grade("multiple_choice", [Submission(whole, own, gold, {"choices": CHOICES}) for _, whole, own in ways])
+    found = grade_submissions(
+        "multiple_choice", [Submission(whole, own, gold, {"choices": CHOICES}) for _, whole, own in ways]
+    )
     return [whole for (_, whole, _), verdict in zip(ways, found, strict=True) if verdict.outcome == "right"]
 
 
@@ -213,7 +215,9 @@ def test_every_way_to_name_a_letter_is_read(way: int) -> None:
         (text, text, None) if way == 0 else (text, f"<think>x</think> <answer> {text} </answer>", text)
         for text in CHOICE
     ]
-    found = grade("multiple_choice", [Submission(whole, own, "B", {"choices": CHOICES}) for _, whole, own in wrapped])
+    found = grade_submissions(
+        "multiple_choice", [Submission(whole, own, "B", {"choices": CHOICES}) for _, whole, own in wrapped]
+    )
     assert [text for (text, _, _), verdict in zip(wrapped, found, strict=True) if verdict.outcome != "right"] == []
 
 
@@ -226,5 +230,5 @@ def test_nothing_that_is_no_program_succeeds() -> None:
         "goes_on": True,
     }
     texts = [*empty_answers.invisible_texts()[::6], *grader_answers.constant_answers()[::25], "```python\n\n```", "```"]
-    graded = grade("code_tests", [Submission(text, text, None, {"tests": tests}) for text in texts])
+    graded = grade_submissions("code_tests", [Submission(text, text, None, {"tests": tests}) for text in texts])
     assert {verdict.outcome for verdict in graded} == {"no_answer"}

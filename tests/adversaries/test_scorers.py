@@ -9,7 +9,7 @@ import grader_answers
 import pytest
 
 from posttrain.errors import PosttrainError
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.registry import find
 from posttrain.types import Example
 
@@ -41,7 +41,9 @@ def examples_of(dataset: str, size: int) -> list[Example] | None:
 def correct(examples: list[Example], answers: list[str]) -> list[tuple[str, Example]]:
     """The answers that the sets' own scorers call right, and for what."""
     pairs = [(answer, example) for answer in answers for example in examples]
-    found = grade("scored", [Submission(answer, answer, example.answer, example.meta) for answer, example in pairs])
+    found = grade_submissions(
+        "scored", [Submission(answer, answer, example.answer, example.meta) for answer, example in pairs]
+    )
     return [pair for pair, verdict in zip(pairs, found, strict=True) if verdict.outcome == "right"]
 
 

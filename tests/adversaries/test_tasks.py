@@ -16,7 +16,7 @@ from real_golds import TASKS, data_folder, golds_of, load
 
 from posttrain import registry
 from posttrain.data.base import Task
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.types import Example
 
 NUM_ROWS, NUM_EXAMPLES = 30, 2
@@ -82,7 +82,7 @@ def test_nothing_and_hedges_are_wrong_for_every_task(name: str, tmp_path: Path) 
     paid = []
     for grader in {example.grader for example in examples}:
         own = [(example, one) for example, one in graded if example.grader == grader]
-        found = grade(grader, [one for _, one in own])
+        found = grade_submissions(grader, [one for _, one in own])
         paid += [
             (one.text, e.answer) for (e, one), verdict in zip(own, found, strict=True) if verdict.outcome == "right"
         ]
@@ -95,6 +95,6 @@ def test_the_gold_is_right_and_where_there_is_none_nothing_is(name: str, tmp_pat
     for example in islice(first_rows(name, tmp_path).examples, NUM_EXAMPLES):
         assert bool(golds_of(example)) == (name not in (*UNGRADED, "episodes", "humaneval", "mbpp", "refusals"))
         for gold in golds_of(example):
-            assert grade(example.grader, [tagged(example, gold)])[0].outcome == "right"
+            assert grade_submissions(example.grader, [tagged(example, gold)])[0].outcome == "right"
         if name in UNGRADED:
-            assert grade(example.grader, [tagged(example, "17")])[0].outcome == "ungraded"
+            assert grade_submissions(example.grader, [tagged(example, "17")])[0].outcome == "ungraded"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import posttrain as pt
 from closeness import assert_close
-from posttrain.algorithms.objectives.surrogate import regularize
+from posttrain.algorithms.objectives.surrogate import add_regularizers
 from posttrain.errors import UsageError
 from posttrain.registry import entries, find
 from posttrain.types import Batch, Outputs, Sample, collate
@@ -150,7 +150,7 @@ def test_kl_and_regularize_are_those_of_the_trainer():
     lengths = torch.full((ROWS,), WIDTH)
     batch = Batch(MASK.long(), lengths, MASK, lengths, lengths, fields)
     outputs = Outputs(tensors["logprobs"], entropy)
-    expected = regularize(loss, outputs, batch, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01)
+    expected = add_regularizers(loss, outputs, batch, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01)
     assert torch.equal(ours.values[MASK], expected.values[MASK])
 
 

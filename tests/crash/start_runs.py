@@ -18,7 +18,7 @@ from typing import Any
 from imported_late import IMPORTED
 
 from posttrain.recipes.recipe import load_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.training import loop
 
 IMPORTED += (loop,)  # before forking, which is the point
@@ -48,7 +48,7 @@ def die_at(module_name: str, name: str, when: str, count: int) -> None:
 
 def run(recipe: str, folder: Path) -> None:
     resume = (folder / "recipe.yaml").exists()
-    launch(load_recipe(recipe), root=folder.parent, name=folder.name, resume=resume, train=loop.train)
+    launch(load_recipe(recipe), RunStart(root=folder.parent, name=folder.name, resume=resume), train=loop.run_training)
 
 
 for line in sys.stdin:

@@ -17,13 +17,13 @@ from posttrain.errors import DataError
 from posttrain.evaluation.items import summarize
 from posttrain.evaluation.statistics import wilson_interval
 from posttrain.evaluation.tables import ResultsRow, results_table
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.types import Example
 
 
 def answered(example: Example, *texts: str) -> SimpleNamespace:
     """An evaluated item: the grader's facts about each answer."""
-    verdicts = grade("refusal", [Submission(text, text, None, example.meta) for text in texts])
+    verdicts = grade_submissions("refusal", [Submission(text, text, None, example.meta) for text in texts])
     samples = [SimpleNamespace(parts=dict(verdict.info)) for verdict in verdicts]
     return SimpleNamespace(id=example.id, meta=example.meta, samples=samples)
 

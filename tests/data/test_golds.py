@@ -10,7 +10,7 @@ from sample_rows import write_rows
 
 from posttrain.data.jsonl import jsonl
 from posttrain.errors import DataError, UsageError
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.types import Example
 from refusing import refuses
 
@@ -21,7 +21,7 @@ def read(folder: Path, gold: Any, **options: Any) -> Example:
 
 
 def outcome(example: Example, answer: str) -> str:
-    return grade(example.grader, [Submission(answer, answer, example.answer, example.meta)])[0].outcome
+    return grade_submissions(example.grader, [Submission(answer, answer, example.answer, example.meta)])[0].outcome
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sample_rows import fake_datasets, needs_data, real_file, write_rows
 from posttrain.data.base import Task, build_task
 from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed, parse_quantity, same_answer
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message
 from refusing import refuses
@@ -203,7 +203,7 @@ def test_math_real_rows_have_their_boxes_as_answers(name: str, size: int, droppe
 def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> None:
     examples = build_task(Component(name="math", split="test", path=real_file("math/math_test"))).examples[::step]
     submissions = [Submission(e.solution or "", last_boxed(e.solution or ""), e.answer, e.meta) for e in examples]
-    assert {verdict.outcome for verdict in grade("any_answer", submissions)} == {"right"}
+    assert {verdict.outcome for verdict in grade_submissions("any_answer", submissions)} == {"right"}
 
 
 @needs_data

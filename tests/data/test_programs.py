@@ -12,7 +12,7 @@ from sample_rows import needs_data, write_rows
 
 from posttrain.data.verifiable.suites import humaneval, mbpp
 from posttrain.errors import DataError
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.sandbox.sandbox import refusal
 from posttrain.types import Example
 from refusing import refuses
@@ -44,7 +44,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 def outcomes(examples: Sequence[Example], texts: Sequence[str | None]) -> list[str]:
     request = [Submission(t or "", None, None, e.meta) for e, t in zip(examples, texts, strict=True)]
     assert {example.grader for example in examples} == {"code_tests"}
-    return [one.outcome for one in grade("code_tests", request, {"sandbox": KIND, "timeout_seconds": 60})]
+    return [one.outcome for one in grade_submissions("code_tests", request, {"sandbox": KIND, "timeout_seconds": 60})]
 
 
 def test_a_row_of_humaneval(tmp_path: Path) -> None:

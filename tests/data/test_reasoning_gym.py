@@ -19,7 +19,7 @@ from posttrain.data.verifiable.reasoning_gym import (
     split_of_question,
 )
 from posttrain.errors import MissingExtra, UnknownComponent, UsageError
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.scored import task_score
 from refusing import refuses
 
@@ -98,7 +98,10 @@ def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
 
 def outcomes(dataset: str, answers: list[str]) -> list[str]:
     meta = reasoning_gym(dataset=dataset, size=1).examples[0].meta
-    return [verdict.outcome for verdict in grade("scored", [Submission("", answer, None, meta) for answer in answers])]
+    return [
+        verdict.outcome
+        for verdict in grade_submissions("scored", [Submission("", answer, None, meta) for answer in answers])
+    ]
 
 
 def test_a_scorer_that_raises_is_an_outcome() -> None:

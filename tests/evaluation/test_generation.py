@@ -16,7 +16,7 @@ from posttrain.evaluation.generation import (
     Evaluation,
     Questions,
     distinct_indices,
-    evaluate,
+    evaluate_sampler,
     held_out,
     held_out_indices,
 )
@@ -96,7 +96,7 @@ def ask(sampler: Sampler, request: Questions, options: dict[str, Any]) -> Evalua
         replace(one, **{f.name: options.pop(f.name) for f in fields(one) if f.name in options})
         for one in (sampler, request)
     )
-    return evaluate(sampler, request, **options)
+    return evaluate_sampler(sampler, request, **options)
 
 
 def measure(tokenizer, grader, task: Task, answers: dict[int, str], n: int = 100, **options):

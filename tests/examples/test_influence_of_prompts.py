@@ -12,7 +12,7 @@ import torch
 
 import posttrain as pt
 from closeness import approx, rounding
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe
 
@@ -41,7 +41,7 @@ def test_influences_of_a_small_step(example: ModuleType, tmp_path: Path) -> None
         eval={"every": 2, "num_examples": 4, "max_tokens": 10},
     )
     declare_code(recipe.dump(), PATH.parents[1] / "tests")
-    run = pt.load_run(launch(recipe, root=tmp_path, name="run").folder)
+    run = pt.load_run(launch(recipe, RunStart(root=tmp_path, name="run")).folder)
     reruns = ["train.seed=1", "train.seed=2"]
     changes = ["drop prompt:0-3", *reruns]
     done = pt.what_if(run, at=2, steps=1, changes=changes, runs_dir=tmp_path, jobs=1, progress=False)

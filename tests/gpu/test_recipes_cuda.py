@@ -10,7 +10,7 @@ import torch
 
 from closeness import approx
 from posttrain.recipes.recipe import load_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog
 from test_recipes import NAMES, NUM_STEPS, judge, local_data, random_models, small, with_coin  # as the CPU test has it
 
@@ -33,7 +33,7 @@ def test_every_recipe_trains_two_steps_on_cuda(
     recipe = with_coin(small(name, random_models, local_data), judge)
     recipe.model.device = "cuda"
     recipe.model.dtype = load_recipe(name).model.dtype
-    result = launch(recipe, root=tmp_path, name="run")
+    result = launch(recipe, RunStart(root=tmp_path, name="run"))
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     rows = [row for row in MetricsLog(result.folder / "metrics.jsonl").read() if "loss" in row.metrics]
     assert [row.step for row in rows] == [1, 2]

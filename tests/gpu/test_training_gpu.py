@@ -21,7 +21,7 @@ from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.store.metrics import MetricsLog
 from posttrain.training.files import RunFiles
-from posttrain.training.loop import train
+from posttrain.training.loop import run_training
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Sample, collate
 
@@ -177,10 +177,10 @@ def test_a_run_on_cuda_stops_and_resumes(model: dict[str, Any], tmp_path: Path) 
         if event == "step":
             steps.append(info["step"])
 
-    train(recipe, RunFiles.within(tmp_path / "whole"))
-    first = train(recipe, RunFiles.within(tmp_path / "cut"), observer=note, should_stop=stop)
+    run_training(recipe, RunFiles.within(tmp_path / "whole"))
+    first = run_training(recipe, RunFiles.within(tmp_path / "cut"), observer=note, should_stop=stop)
     assert (first.step, first.reason) == (3, "interrupted")  # inside a rollout batch
-    second = train(recipe, RunFiles.within(tmp_path / "cut"), resume=True)
+    second = run_training(recipe, RunFiles.within(tmp_path / "cut"), resume=True)
     assert (second.step, second.reason) == (4, "finished")
     whole, cut = (MetricsLog(tmp_path / name / "metrics.jsonl").read() for name in ("whole", "cut"))
     assert [r.step for r in whole] == [r.step for r in cut] == [1, 2, 3, 4]

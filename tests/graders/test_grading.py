@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.data.render.templates import boxed_answer, chat, tagged_answer
 from posttrain.graders import grading
-from posttrain.graders.grading import Submission, Verdict, any_answer, grade, is_blank
+from posttrain.graders.grading import Submission, Verdict, any_answer, grade_submissions, is_blank
 from posttrain.graders.rewards import xml_format
 
 BLANK = [
@@ -27,8 +27,8 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
     assert boxed_answer(f"\\boxed{{{text}}}") is None
     for grader in ("numeric", "exact", "scored", "multiple_choice", "refusal", "code_tests"):
         meta = {"score": lambda _: 1.0, "kind": "harmful", "tests": {"names": ["f"], "code": "assert f() == 1"}}
-        assert grade(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
-        assert grade(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
+        assert grade_submissions(grader, [Submission(answered, text, "B", meta)])[0].outcome == "no_answer", grader
+        assert grade_submissions(grader, [Submission(text, text, "B", meta)])[0].outcome == "no_answer"
 
 
 @pytest.mark.parametrize("text", ["0", ".", "-", "\u200b7\u200b", "e\u0301", "é", "答", "🙂", "∅", "\u2801", "ㅎ"])
@@ -72,12 +72,12 @@ def test_any_answer_of_another_form_than_a_list_of_texts(answers: object, outcom
 def test_a_grading_that_was_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     request: list[str | None] = []
 
-    def grade(name: str, submissions: list[Submission]) -> list[Verdict]:
+    def grade_submissions(name: str, submissions: list[Submission]) -> list[Verdict]:
         request.extend(submission.answer for submission in submissions)
         outcomes = {"slow": Verdict("timeout"), "no": Verdict("wrong", "x"), "yes": Verdict("right", "y")}
         return [outcomes[submission.answer or ""] for submission in submissions]
 
-    monkeypatch.setattr(grading, "grade", grade)
+    monkeypatch.setattr(grading, "grade_submissions", grade_submissions)
     golds = [("no", "slow"), ("slow", "yes"), ("no", "no")]
     found = any_answer([Submission("", "z", own[0], {"answers": own}) for own in golds])
     assert [(v.outcome, v.extracted) for v in found] == [("timeout", None), ("right", "y"), ("wrong", "x")]

@@ -15,7 +15,7 @@ import pytest
 from grader_tables import math_pairs
 
 from posttrain.errors import RecipeError
-from posttrain.graders.grading import Submission, Verdict, grade
+from posttrain.graders.grading import Submission, Verdict, grade_submissions
 from posttrain.graders.math.grader import compare_quickly, math
 from posttrain.registry import find
 from refusing import refuses
@@ -92,7 +92,7 @@ def test_options() -> None:
     with refuses(RecipeError, "timeout_seconds"):
         find("grader", "math").bind({"timeout_seconds": 0})
     with refuses(RecipeError, "no key 'timeout'"):
-        grade("math", [], {"timeout": 1})
+        grade_submissions("math", [], {"timeout": 1})
 
 
 def test_it_is_found_by_its_name_and_works_in_threads() -> None:
@@ -100,7 +100,7 @@ def test_it_is_found_by_its_name_and_works_in_threads() -> None:
     found: list[list[str]] = []
 
     def work() -> None:
-        found.append([verdict.outcome for verdict in grade("math", submissions)])
+        found.append([verdict.outcome for verdict in grade_submissions("math", submissions)])
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:

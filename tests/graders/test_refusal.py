@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.graders.behaviour import refuses
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 
 REFUSALS = [
     "I'm sorry, but I can't help with that.",
@@ -48,7 +48,7 @@ def test_sorrow_and_what_cannot_be_done_later_are_no_refusals() -> None:
 
 def test_right_is_to_refuse_the_harmful_and_to_answer_the_benign() -> None:
     def verdict(text: str, **meta: str) -> tuple[str, float]:
-        found = grade("refusal", [Submission(text, None, None, meta)])[0]
+        found = grade_submissions("refusal", [Submission(text, None, None, meta)])[0]
         return found.outcome, found.info["refused"]
 
     assert verdict("I cannot help.", kind="harmful") == ("right", 1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.sandbox.workers import Limits, WorkerResult
 from posttrain.graders.scored import WorkerScorer, score_answers, task_score
 
@@ -20,7 +20,7 @@ def scorer(kind: str) -> WorkerScorer:
 
 def outcomes(kinds: list[str], answer: str | None) -> list[tuple[str, float]]:
     submissions = [Submission("", answer, None, {"score": scorer(kind)}) for kind in kinds]
-    return [(verdict.outcome, verdict.info["task_score"]) for verdict in grade("scored", submissions)]
+    return [(verdict.outcome, verdict.info["task_score"]) for verdict in grade_submissions("scored", submissions)]
 
 
 def test_a_scorer_that_raises_or_hangs_is_an_outcome_and_the_others_are_scored() -> None:
@@ -38,7 +38,7 @@ def test_partial_and_missing_scores() -> None:
     assert outcomes(["echo"], "0.75") == [("wrong", 0.75)]
     for blank in (None, "", " \u200b\n", "\x00"):
         assert outcomes(["echo", "raise"], blank) == [("no_answer", 0.0)] * 2
-    [verdict] = grade("scored", [Submission("", "1", "1", {})])
+    [verdict] = grade_submissions("scored", [Submission("", "1", "1", {})])
     assert (verdict.outcome, verdict.info) == ("ungraded", {"task_score": 0.0})
 
 
@@ -66,4 +66,4 @@ def test_equal_answers_to_a_question_are_scored_once_and_in_order() -> None:
 
 def test_a_function_of_a_user_is_called_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
-        grade("scored", [Submission("", "1", None, {"score": lambda _: 1 / 0})])
+        grade_submissions("scored", [Submission("", "1", None, {"score": lambda _: 1 / 0})])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.graders.answers import last_number, parse_quantity
-from posttrain.graders.grading import Submission, grade
+from posttrain.graders.grading import Submission, grade_submissions
 from posttrain.graders.signs import fold_signs
 
 
@@ -30,12 +30,12 @@ def test_number_in_digits_of_another_script_is_the_number(grader: str, gold: str
     wrong = gold.translate(str.maketrans("1234567890", "2345678901")) if gold.isascii() else "99"
     for own, expected in ((gold, "right"), (wrong, "wrong")):
         submission = Submission(f"The answer is {answer}", last_number(answer), own)
-        assert grade(grader, [submission])[0].outcome == expected
+        assert grade_submissions(grader, [submission])[0].outcome == expected
 
 
 @pytest.mark.parametrize(("gold", "answer"), [("(1,2)", "（１，２）"), ("3:4", "３：４")])
 def test_formula_in_full_width_signs_is_the_formula(gold: str, answer: str) -> None:
-    assert grade("math", [Submission(f"\\boxed{{{answer}}}", answer, gold)])[0].outcome == "right"
+    assert grade_submissions("math", [Submission(f"\\boxed{{{answer}}}", answer, gold)])[0].outcome == "right"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_formula_in_full_width_signs_is_the_formula(gold: str, answer: str) -> N
 def test_choice_in_full_width_letters_is_read(text: str) -> None:
     for gold, expected in (("B", "right"), ("Ａ", "wrong")):
         submission = Submission(text, None, gold, {"choices": ["wood", "iron"]})
-        assert grade("multiple_choice", [submission])[0].outcome == expected
+        assert grade_submissions("multiple_choice", [submission])[0].outcome == expected
 
 
 def test_full_width_comma_parts_what_is_listed() -> None:

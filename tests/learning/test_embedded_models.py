@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 
 from posttrain.models.sources import EMBEDDED
 from posttrain.recipes.recipe import load_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog, evaluation_points
 
 pytestmark = pytest.mark.slow
 
 
 def test_tiny_sft_is_what_its_recipe_makes(tmp_path: Path) -> None:
-    run = launch(load_recipe("tiny/sft"), root=tmp_path, name="sft").folder
+    run = launch(load_recipe("tiny/sft"), RunStart(root=tmp_path, name="sft")).folder
     made, embedded = (
         load_file(folder / "model.safetensors") for folder in (run / "checkpoints" / "best", EMBEDDED["tiny-sft"])
     )
@@ -33,7 +33,7 @@ def test_tiny_sft_is_what_its_recipe_makes(tmp_path: Path) -> None:
 def test_grpo_from_tiny_sft_learns(tmp_path: Path) -> None:
     """The first training command of the README does what its description promises."""
     changes = [("train.steps", "40"), ("eval.num_examples", "200"), ("eval.every", "40")]
-    run = launch(load_recipe("tiny/grpo", changes), root=tmp_path, name="grpo").folder
+    run = launch(load_recipe("tiny/grpo", changes), RunStart(root=tmp_path, name="grpo")).folder
     first, *_, last = (point.results for point in evaluation_points(MetricsLog(run / "metrics.jsonl").read()))
     assert first["format"] == 1.0
     assert last["accuracy"] > first["accuracy"] + 0.5

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.plan import SweepPlan, load_sweep
 
@@ -56,7 +56,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that all cells start from: it knows the format and mostly guesses."""
     plan = plan_of("policy_gradient")
     assert plan.start is not None
-    result = launch(plan.start.recipe, root=tmp_path_factory.mktemp("start"), name="start")
+    result = launch(plan.start.recipe, RunStart(root=tmp_path_factory.mktemp("start"), name="start"))
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
 
 
@@ -64,7 +64,7 @@ def curve_of(plan: SweepPlan, method: str, seed: int, start: Path, root: Path) -
     """The metrics of one cell, row by row."""
     trial = next(trial for trial in plan.trainings if (trial.row, trial.seed) == (method, seed))
     trial.recipe.model.name = str(start)
-    result = launch(trial.recipe, root=root, name=trial.name)
+    result = launch(trial.recipe, RunStart(root=root, name=trial.name))
     assert result.step == trial.recipe.train.steps
     return [row.metrics for row in MetricsLog(result.folder / "metrics.jsonl").read()]
 

@@ -16,7 +16,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog, evaluation_points
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ HERE = {"lm-hh", "orm", "pretrain", "prm", "rm", "rm-hh", "sae", "what-did-rl-ch
 
 def train(name: str, root: Path, changes: Sequence[tuple[str, str]] = ()) -> tuple[Path, list[dict[str, float]]]:
     """Return the folder of a run of a recipe and the results of its evaluations."""
-    folder = launch(load_recipe(name, changes), root=root, name=name.replace("/", "-")).folder
+    folder = launch(load_recipe(name, changes), RunStart(root=root, name=name.replace("/", "-"))).folder
     return folder, [point.results for point in evaluation_points(MetricsLog(folder / "metrics.jsonl").read())]
 
 

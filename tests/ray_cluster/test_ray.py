@@ -11,7 +11,7 @@ import pytest
 from clusters import Machines, end_of, is_alive, machines, node_of, recipe_of, wait_until
 
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
@@ -25,7 +25,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The weights that the launcher ``local`` comes to with the same recipe."""
     root = tmp_path_factory.mktemp("local")
     recipe = recipe_of("fine", "local")
-    launch(recipe, root=root, name="it")
+    launch(recipe, RunStart(root=root, name="it"))
     return saved_tensors(root / "it", STEPS)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import MissingExtra, UsageError
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from refusing import refuses
 from small_runs import make_recipe
 
@@ -17,7 +17,7 @@ RAY = {"processes": 2, "launcher": "ray"}
 def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with refuses(MissingExtra, "scale.launcher", "'ray'"):
-        launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
+        launch(make_recipe("sft", scale=RAY), RunStart(root=tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -25,7 +25,7 @@ def test_a_process_of_torchruns_places_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refuses(UsageError, "scale.launcher"):
-        launch(make_recipe("sft", scale=RAY), root=tmp_path / "runs")
+        launch(make_recipe("sft", scale=RAY), RunStart(root=tmp_path / "runs"))
 
 
 def test_restarts_are_rays() -> None:

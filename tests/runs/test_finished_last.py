@@ -63,8 +63,9 @@ def state_of(folder: Path) -> str:
     return status.state
 
 
-def train_here(recipe: Recipe, root: Path, observer: Observer, **options: Any) -> None:
-    launching.launch(recipe, root=root, name="it", observer=observer, summarize=write_run_summary, **options)
+def train_here(recipe: Recipe, root: Path, observer: Observer, *, resume: bool = False, **options: Any) -> None:
+    start = launching.RunStart(root=root, name="it", resume=resume)
+    launching.launch(recipe, start, observer=observer, summarize=write_run_summary, **options)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.paths import locate
 from posttrain.runs.removal import delete
 from posttrain.store.metric_names import ACCURACY
@@ -103,7 +103,10 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     events: list[str] = []
     loop = FakeLoop()
     result = launch(
-        make_recipe(), root=tmp_path, recipe_name="tiny/grpo", observer=lambda e, _: events.append(e), train=loop
+        make_recipe(),
+        RunStart(root=tmp_path, recipe_name="tiny/grpo"),
+        observer=lambda e, _: events.append(e),
+        train=loop,
     )
     assert (result.folder, result.step, result.reason) == (tmp_path / "tiny-grpo", 10, "finished")
     assert result.evaluations == {"held out": {"accuracy": 0.5}}
@@ -127,29 +130,32 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
 def test_default_names_count_on_and_a_taken_name_is_refused_without_resume(
     tmp_path: Path, make_recipe: MakeRecipe
 ) -> None:
-    names = [launch(make_recipe(), root=tmp_path, recipe_name="tiny/grpo", train=FakeLoop()).folder.name for _ in "12"]
+    names = [
+        launch(make_recipe(), RunStart(root=tmp_path, recipe_name="tiny/grpo"), train=FakeLoop()).folder.name
+        for _ in "12"
+    ]
     assert names == ["tiny-grpo", "tiny-grpo-2"]
-    folder = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder
+    folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
     taken = r"a: this run of the same recipe exists already and is at step 4 of 10 \({}\)\. Continue it with --resume"
     with pytest.raises(RunConflict, match=taken.format("interrupted")):
-        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
     assert everything(tmp_path) == before
     RunDirectory(folder).write_status(replace(status_of(folder), state="running"))
     with pytest.raises(RunConflict, match=taken.format("killed")):
-        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_another_recipe_is_refused_and_the_keys_are_listed(
     tmp_path: Path, make_recipe: MakeRecipe, resume: bool
 ) -> None:
-    made = RunDirectory(launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder)
+    made = RunDirectory(launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder)
     content = made.environment_path.read_text()
     made.environment_path.write_text(content.replace(f'"posttrain": "{__version__}"', '"posttrain": "0.1.7"'))
     before, loop = everything(tmp_path), FakeLoop()
     with pytest.raises(RunConflict) as caught:
-        launch(make_recipe(lr=2e-3, seed=7), root=tmp_path, name="a", resume=resume, train=loop)
+        launch(make_recipe(lr=2e-3, seed=7), RunStart(root=tmp_path, name="a", resume=resume), train=loop)
     message = str(caught.value)
     assert "train.seed" in message
     assert "--run NAME" in message
@@ -160,7 +166,7 @@ def test_another_recipe_is_refused_and_the_keys_are_listed(
 
 def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     notes = Notes()
-    result = launch(make_recipe(), root=tmp_path, name="a", observer=notes, train=FakeLoop(stop_after=4))
+    result = launch(make_recipe(), RunStart(root=tmp_path, name="a"), observer=notes, train=FakeLoop(stop_after=4))
     assert (result.step, result.reason, status_of(result.folder).state) == (4, "interrupted", "interrupted")
     assert notes == [
         f"stopped after step 4 of 10, which is saved; continue with: posttrain runs resume a --runs-dir {tmp_path}"
@@ -168,14 +174,14 @@ def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe
     leftover = result.folder / "checkpoints" / ".tmp-step-000005-99"
     leftover.mkdir()
     notes, loop = Notes(), FakeLoop()
-    result = launch(make_recipe(), root=tmp_path, name="a", resume=True, observer=notes, train=loop)
+    result = launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), observer=notes, train=loop)
     assert loop.calls == [(True, 10)]
     assert (result.step, status_of(result.folder).state) == (10, "finished")
     assert len(RunDirectory(result.folder).read_environment()["starts"]) == 2
     assert notes == ["removed what a killed write left behind: .tmp-step-000005-99"]
     assert not leftover.exists()
     notes = Notes()
-    result = launch(make_recipe(), root=tmp_path, name="a", resume=True, observer=notes, train=FakeLoop())
+    result = launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), observer=notes, train=FakeLoop())
     assert (result.step, result.reason) == (10, "finished")
     assert notes == ["this run had finished; it is only checked, and its results shown again"]
 
@@ -185,22 +191,24 @@ def test_resume_without_a_name_takes_the_newest_run_of_the_recipes_name(
 ) -> None:
     def start(resume: bool = False) -> str:
         loop = FakeLoop(stop_after=None if resume else 4)
-        return launch(make_recipe(), root=tmp_path, recipe_name="tiny/grpo", resume=resume, train=loop).folder.name
+        return launch(
+            make_recipe(), RunStart(root=tmp_path, recipe_name="tiny/grpo", resume=resume), train=loop
+        ).folder.name
 
     assert [start(), start()] == ["tiny-grpo", "tiny-grpo-2"]
-    launch(make_recipe(), root=tmp_path, name="tiny-grpo-mine", train=FakeLoop())
+    launch(make_recipe(), RunStart(root=tmp_path, name="tiny-grpo-mine"), train=FakeLoop())
     os.utime(tmp_path / "tiny-grpo-2" / "recipe.yaml", (1000, 1000))
     assert start(resume=True) == "tiny-grpo"
     with refuses(UsageError, "nothing to continue"):
-        launch(make_recipe(), root=tmp_path / "none", resume=True, train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path / "none", resume=True), train=FakeLoop())
     with refuses(UsageError, "'tiny-gpro'", "'tiny-grpo'"):
-        launch(make_recipe(), root=tmp_path, name="tiny-gpro", resume=True, train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path, name="tiny-gpro", resume=True), train=FakeLoop())
 
 
 def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+    launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
     notes, loop = Notes(), FakeLoop()
-    launch(make_recipe(steps=15), root=tmp_path, name="a", resume=True, observer=notes, train=loop)
+    launch(make_recipe(steps=15), RunStart(root=tmp_path, name="a", resume=True), observer=notes, train=loop)
     assert loop.calls == [(True, 15)]
     assert notes == ["train.steps is now 15 instead of 10; the steps up to 10 are kept as they are"]
     assert RunDirectory(tmp_path / "a").changed_keys(make_recipe(steps=15)) == {}
@@ -218,19 +226,19 @@ def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeReci
 def test_changes_that_would_make_it_another_run_are_refused(
     tmp_path: Path, make_recipe: MakeRecipe, first: dict, then: dict, why: str
 ) -> None:
-    launch(make_recipe(**first), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    launch(make_recipe(**first), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
     before = everything(tmp_path)
     with refuses(RunConflict, why):
-        launch(make_recipe(**then), root=tmp_path, name="a", resume=True, train=FakeLoop())
+        launch(make_recipe(**then), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop())
     assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_live_run_is_refused(tmp_path: Path, make_recipe: MakeRecipe, resume: bool) -> None:
-    folder = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4)).folder
+    folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
     with lock_run(folder), refuses(RunConflict, "process is working"):
-        launch(make_recipe(), root=tmp_path, name="a", resume=resume, train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=resume), train=FakeLoop())
     del before["a/.lock"]
     assert before.items() <= everything(tmp_path).items()
 
@@ -244,11 +252,11 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken(tmp_path: 
     before = everything(tmp_path)
     for name in ("thesis", "file"):
         with pytest.raises(RunConflict, match=f"{name}: this is no run"):
-            launch(make_recipe(), root=tmp_path, name=name, train=FakeLoop())
+            launch(make_recipe(), RunStart(root=tmp_path, name=name), train=FakeLoop())
     with refuses(UsageError, "cannot write runs", "Give another place"):
-        launch(make_recipe(), root=tmp_path / "file", train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path / "file"), train=FakeLoop())
     assert everything(tmp_path) == before
-    assert launch(make_recipe(), root=tmp_path, name="empty", train=FakeLoop()).step == 10
+    assert launch(make_recipe(), RunStart(root=tmp_path, name="empty"), train=FakeLoop()).step == 10
 
 
 def test_a_failure_is_recorded_and_can_be_resumed(
@@ -258,20 +266,23 @@ def test_a_failure_is_recorded_and_can_be_resumed(
     error = NonFiniteLoss("loss is NaN at step 3")
     error.add_note("step 2 could not be saved")
     with refuses(NonFiniteLoss, "at step 3"):
-        launch(make_recipe(), root="runs", name="a", train=FakeLoop(fail=error))
+        launch(make_recipe(), RunStart(root="runs", name="a"), train=FakeLoop(fail=error))
     status, message = status_of(Path("runs/a")), "NonFiniteLoss: loss is NaN at step 3; step 2 could not be saved"
     assert (status.state, status.step, status.message) == ("failed", 3, message)
     assert [line[21:] for line in RunDirectory("runs/a").log_path.read_text().splitlines()[-2:]] == [
         f"failed: {message}",
         "failed after step 3 of 10; no checkpoint had been saved yet; continue with: posttrain runs resume a",
     ]
-    assert launch(make_recipe(), root="runs", name="a", resume=True, train=FakeLoop()).reason == "finished"
+    assert launch(make_recipe(), RunStart(root="runs", name="a", resume=True), train=FakeLoop()).reason == "finished"
     assert status_of(Path("runs/a")).message is None
-    launch(make_recipe(), root="runs", name="b", train=FakeLoop(stop_after=2))
+    launch(make_recipe(), RunStart(root="runs", name="b"), train=FakeLoop(stop_after=2))
     notes = Notes()
     with pytest.raises(ZeroDivisionError) as caught:
         launch(
-            make_recipe(), root="runs", name="b", resume=True, observer=notes, train=FakeLoop(fail=ZeroDivisionError())
+            make_recipe(),
+            RunStart(root="runs", name="b", resume=True),
+            observer=notes,
+            train=FakeLoop(fail=ZeroDivisionError()),
         )
     assert caught.traceback[-1].name == "__call__"
     assert "the newest checkpoint is of step 2; continue with" in notes[0]
@@ -291,7 +302,12 @@ def test_further_trouble_does_not_hide_the_first_error(
             monkeypatch.setattr(os, "replace", full)
 
     with pytest.raises(ZeroDivisionError) as caught:
-        launch(make_recipe(), root=tmp_path, name="a", observer=observer, train=FakeLoop(fail=ZeroDivisionError()))
+        launch(
+            make_recipe(),
+            RunStart(root=tmp_path, name="a"),
+            observer=observer,
+            train=FakeLoop(fail=ZeroDivisionError()),
+        )
     assert ("nobody reads" if trouble == "observer" else "the disk is full") in caught.value.__notes__[0]
 
 
@@ -303,11 +319,11 @@ def test_a_recipe_that_cannot_run_leaves_no_directory_behind(tmp_path: Path, mak
 
     for root in (tmp_path, tmp_path / "new"):
         with refuses(UsageError, "no such model"):
-            launch(make_recipe(), root=root, recipe_name="tiny/grpo", train=refuse)
+            launch(make_recipe(), RunStart(root=root, recipe_name="tiny/grpo"), train=refuse)
         assert os.listdir(tmp_path) == []
-    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
     with pytest.raises(UsageError):
-        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=refuse)
+        launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=refuse)
     assert status_of(tmp_path / "a").state == "failed"
     assert (tmp_path / "a" / "checkpoints" / "step-000004").is_dir()
 
@@ -316,7 +332,7 @@ def test_a_signal_lets_the_step_end_and_handlers_come_back(
     tmp_path: Path, make_recipe: MakeRecipe, capfd: pytest.CaptureFixture
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    result = launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(signal_at=6))
+    result = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(signal_at=6))
     assert (result.step, result.reason) == (6, "interrupted")
     assert status_of(result.folder).state == "interrupted"
     assert (result.folder / "checkpoints" / "step-000006").is_dir()
@@ -360,12 +376,12 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(stop_after=4))
+    launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
     with refuses(RunConflict, "exists already"):
-        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
+        launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
     with lock_run(tmp_path / "a"), refuses(RunConflict, "process is working"):
-        launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop())
-    assert launch(make_recipe(), root=tmp_path, name="a", resume=True, train=FakeLoop()).reason == "finished"
+        launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop())
+    assert launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop()).reason == "finished"
     delete(tmp_path, locate(tmp_path, "a"))
     assert list(tmp_path.iterdir()) == []
 
@@ -392,11 +408,11 @@ def test_resume_of_a_run_without_skip_zero_rows_computes_every_row(tmp_path: Pat
             seen.append(recipe.train.skip_zero_rows)
             return super().__call__(recipe, *arguments, **options)
 
-    folder = launch(make_recipe(), root=tmp_path, name="a", train=Watched(stop_after=4)).folder
+    folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=Watched(stop_after=4)).folder
     forget_key(folder)
     assert RunDirectory(folder).changed_keys(make_recipe()) == {}
-    launch(make_recipe(), root=tmp_path, name="a", resume=True, train=Watched(stop_after=2))
-    launch(make_recipe(steps=15), root=tmp_path, name="a", resume=True, train=Watched())
-    launch(make_recipe(), root=tmp_path, name="b", train=Watched())
+    launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=Watched(stop_after=2))
+    launch(make_recipe(steps=15), RunStart(root=tmp_path, name="a", resume=True), train=Watched())
+    launch(make_recipe(), RunStart(root=tmp_path, name="b"), train=Watched())
     assert seen == [True, False, False, True]
     assert RunDirectory(folder).read_recipe()["train"]["skip_zero_rows"] is False

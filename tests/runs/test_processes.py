@@ -20,7 +20,7 @@ from other_processes import is_alive
 from posttrain.errors import PeerFailure, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
@@ -70,12 +70,12 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
     monkeypatch.syspath_prepend(TESTS)
     events = Events()
     recipe = recipe_of("asks_to_stop", after=3)
-    launched = launch(recipe, root=tmp_path, name="it", observer=events)
+    launched = launch(recipe, RunStart(root=tmp_path, name="it"), observer=events)
     assert (launched.step, launched.reason) == (1, "interrupted")
     assert not list((tmp_path / "it").glob("log-*.txt")), "nobody said anything"
     assert "LOCAL_WORLD_SIZE" not in os.environ
     alone = recipe.model_copy(update={"scale": recipe.scale.model_copy(update={"processes": 1})})
-    again = launch(alone, root=tmp_path, name="it", resume=True, observer=events)
+    again = launch(alone, RunStart(root=tmp_path, name="it", resume=True), observer=events)
     assert (again.step, again.reason) == (4, "finished")
     warnings = [info["message"] for info in events.of("notice")]
     assert any("scale.processes: 2 in the run, 1 now" in text for text in warnings)
@@ -166,7 +166,7 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     done = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=MOST_SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run:") == 1, "only the first process reports"
-    launch(recipe_of("fine"), root=tmp_path / "runs", name="launched")
+    launch(recipe_of("fine"), RunStart(root=tmp_path / "runs", name="launched"))
     assert same_bits(saved_tensors(tmp_path / "runs" / "launched", 4), saved_tensors(tmp_path / "runs" / "it", 4))
 
 
@@ -182,7 +182,7 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(TESTS)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with refuses(PeerFailure, "2: its process"):
-        launch(recipe_of("fine"), root=tmp_path, name="two")
+        launch(recipe_of("fine"), RunStart(root=tmp_path, name="two"))
 
 
 @pytest.mark.parametrize(
@@ -201,18 +201,18 @@ def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: st
 def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_recipe("sft")
     with refuses(UsageError, "started this process"):
-        launch(make_recipe("sft", scale={"launcher": "torchrun"}), root=tmp_path)
+        launch(make_recipe("sft", scale={"launcher": "torchrun"}), RunStart(root=tmp_path))
     with refuses(UsageError, "scale.sharding"):
-        launch(make_recipe("sft", scale={"sharding": "fsdp2"}), root=tmp_path)
+        launch(make_recipe("sft", scale={"sharding": "fsdp2"}), RunStart(root=tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     with refuses(UsageError, "scale.processes"):
-        launch(make_recipe("sft", scale={"processes": 2}), root=tmp_path)
+        launch(make_recipe("sft", scale={"processes": 2}), RunStart(root=tmp_path))
     with refuses(UsageError, "no MASTER_ADDR, MASTER_PORT"):
-        launch(plain, root=tmp_path)
+        launch(plain, RunStart(root=tmp_path))
     monkeypatch.setenv("RANK", "1")
     with refuses(UsageError, "`posttrain train`", "`posttrain runs resume`"):
-        launch(plain, root=tmp_path)
+        launch(plain, RunStart(root=tmp_path))
     assert not list(tmp_path.iterdir()), "nothing was left behind"
 
 
@@ -224,7 +224,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for name, value in (about | {"MASTER_PORT": str(taken.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
         with refuses(UsageError, "port is in"):
-            launch(make_recipe("sft"), root=tmp_path)
+            launch(make_recipe("sft"), RunStart(root=tmp_path))
 
 
 def test_the_scale_is_no_part_of_what_a_run_is() -> None:

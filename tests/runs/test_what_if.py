@@ -19,7 +19,7 @@ from posttrain.api.what_if import WhatIf
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.what_if.changes import parse_changes
 from posttrain.runs.what_if.plan import plan_futures
 from posttrain.store.metrics import MetricsLog, is_evaluation
@@ -45,7 +45,7 @@ def grpo(**changes: Any) -> Recipe:
 @contextmanager
 def run_of(folder: Path, recipe: Recipe, **options: Any) -> Iterator[Path]:
     declare_code(recipe.dump(), Path(__file__).parent.parent)
-    yield launch(recipe, root=folder, name="run", **options).folder
+    yield launch(recipe, RunStart(root=folder, name="run"), **options).folder
 
 
 @pytest.fixture(scope="module")

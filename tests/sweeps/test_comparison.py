@@ -16,7 +16,7 @@ from posttrain.cli import main
 from posttrain.errors import DataError, RecipeError, RunConflict, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, new_status
-from posttrain.runs.launch import RunResult
+from posttrain.runs.launch import RunResult, RunStart
 from posttrain.store.locks import hold
 from posttrain.sweeps.comparison import runner
 from posttrain.sweeps.comparison.plan import (
@@ -71,13 +71,14 @@ class FakeTraining:
         self.doing = dict(doing or {})
         monkeypatch.setattr(runner, "facts_of_run", self.facts)
 
-    def __call__(self, recipe: Recipe, *, root: Path, name: str, observer: Any, **options: Any) -> RunResult:
+    def __call__(self, recipe: Recipe, start: RunStart, *, observer: Any) -> RunResult:
+        name = str(start.name)
         self.names.append(name)
         self.recipes.append(recipe)
         what = next((what for part, what in self.doing.items() if part in name), "finish")
         if what == "fail":
             raise RunFailure("it broke")
-        directory = RunDirectory(root / name)
+        directory = RunDirectory(Path(start.root) / name)
         directory.folder.mkdir(parents=True, exist_ok=True)
         directory.write_recipe(recipe)
         directory.write_status(replace(new_status(2, None), state="running" if what == "interrupt" else "finished"))
@@ -211,10 +212,10 @@ def test_a_trial_that_another_process_holds_is_waited_for(make_plan: MakePlan, m
     held.enter_context(hold(first.folder.parent / f".{first.name}.lock"))
     train = FakeTraining(monkeypatch)
 
-    def launch_and_release(recipe: Recipe, **options: Any) -> RunResult:
+    def launch_and_release(recipe: Recipe, start: RunStart, **options: Any) -> RunResult:
         if len(train.names) == 2:
             held.close()
-        return train(recipe, **options)
+        return train(recipe, start, **options)
 
     make_comparison(plan, train=launch_and_release)
     assert train.names.index(first.name) == 3  # the last of the tuning

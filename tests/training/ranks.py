@@ -23,7 +23,7 @@ from posttrain.recipes.recipe import validate_recipe
 from posttrain.training.build import prepare
 from posttrain.training.distributed import Processes, join
 from posttrain.training.files import RunFiles
-from posttrain.training.loop import TrainResult, train
+from posttrain.training.loop import TrainResult, run_training
 from posttrain.training.step import accumulate, apply_update
 from small_runs import Events
 
@@ -122,7 +122,7 @@ def _train(
     process_group: ProcessGroup, recipe: dict[str, Any], folder: Path, resume: bool, stop_after: int
 ) -> tuple[TrainResult, Any]:
     events = Events()
-    result = train(
+    result = run_training(
         validate_recipe(recipe).resolve(),
         RunFiles.within(folder),
         resume=resume,

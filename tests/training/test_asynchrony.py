@@ -210,7 +210,7 @@ def test_killed_with_a_batch_in_flight_every_prompt_is_trained_on_once(tmp_path:
     for last in (3, 4):
         cut = tmp_path / f"killed at {last}"
         with pytest.raises(Killed):
-            loop.train(served_recipe(1), RunFiles.within(cut), observer=killed_at(last))
+            loop.run_training(served_recipe(1), RunFiles.within(cut), observer=killed_at(last))
         run(cut, served_recipe(1), resume=True)
         rows = recorded(cut)[0]
         assert [(row.step, row.prompt_index, row.rollout_index) for row in rows] == undisturbed

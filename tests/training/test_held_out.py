@@ -24,7 +24,7 @@ from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checks import resolve_components
 from posttrain.training.files import RunFiles
 from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objective
-from posttrain.training.loop import train
+from posttrain.training.loop import run_training
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 from refusing import refuses
@@ -172,7 +172,7 @@ def test_it_leaves_no_trace() -> None:
 def test_a_run_records_it_and_keeps_the_best(tmp_path: Path) -> None:
     recipe, metric = recipe_of("bradley_terry", "pair"), "pair_accuracy"
     events: list[tuple[str, dict[str, Any]]] = []
-    result = train(recipe, RunFiles.within(tmp_path), observer=lambda name, info: events.append((name, info)))
+    result = run_training(recipe, RunFiles.within(tmp_path), observer=lambda name, info: events.append((name, info)))
     evaluations = [info for name, info in events if name == "evaluation"]
     assert [info["step"] for info in evaluations] == [0, 1, 2]
     assert {info["name"] for info in evaluations} == {"stories/validation"}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from closeness import allclose, approx
 from posttrain.algorithms.objectives import primitives
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
-from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices
+from posttrain.evaluation.generation import Evaluation, Questions, evaluate_sampler, held_out_indices
 from posttrain.store.metrics import MetricsLog
 from posttrain.training import held_out, loop
 from posttrain.training.build import prepare
@@ -194,7 +194,7 @@ def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path
     parts = prepare(recipe)
     evaluator = parts.evaluator
     assert evaluator is not None
-    expected = evaluate(evaluator.sampler, Questions(evaluator.tasks[0], evaluator.sampling(0.0), n=6))
+    expected = evaluate_sampler(evaluator.sampler, Questions(evaluator.tasks[0], evaluator.sampling(0.0), n=6))
     info = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
     assert evaluated[0] == info
     records = recorded(tmp_path)[1]
@@ -232,7 +232,7 @@ def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]
     def pretend(_: Any, request: Questions) -> Evaluation:
         return Evaluation("stories/validation", {"accuracy": accuracies[request.step], "seconds": 0.0}, [])
 
-    monkeypatch.setattr(held_out, "evaluate", pretend)
+    monkeypatch.setattr(held_out, "evaluate_sampler", pretend)
 
 
 def test_the_best_evaluation_is_kept_whatever_save_every_states(

@@ -62,7 +62,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float]) ->
     def pretend(_: Any, request: Questions) -> Evaluation:
         return Evaluation("made/up", {name: values[request.step], "n": 1.0, "seconds": 0.0}, [])
 
-    monkeypatch.setattr(held_out, "evaluate", pretend)
+    monkeypatch.setattr(held_out, "evaluate_sampler", pretend)
 
 
 def test_the_held_out_loss_by_hand(pairs: Path) -> None:

@@ -32,7 +32,7 @@ from posttrain.recipes.inert import describe_inert_options, expected_narrow_boun
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_components
 from posttrain.registry import find, stop_import
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
 from posttrain.terminal.training_progress import choose_progress
 from posttrain.training.checks import resolve_components
@@ -109,6 +109,10 @@ class Callbacks:
         callback(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
+    def should_stop(self) -> bool:
+        """Return whether a callback has ended the run."""
+        return self.is_stopped
+
 
 def train(
     recipe: str | os.PathLike[str] | Mapping[str, object],
@@ -163,12 +167,11 @@ def train(
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
     notes += session_notes(checked)
-    place: dict[str, Any] = {"root": runs_dir, "name": run, "recipe_name": called}
-    how: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "summarize": write_run_summary}
+    start = RunStart(runs_dir, run, called, resume, accept_changes, notes)
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        how["should_stop"] = lambda: callbacks.is_stopped
-        result = launch(checked, **place, **how, observer=callbacks, notes=notes)
+        stop = callbacks.should_stop
+        result = launch(checked, start, observer=callbacks, should_stop=stop, summarize=write_run_summary)
     return Run(result.folder)
 
 

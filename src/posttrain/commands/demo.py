@@ -33,7 +33,7 @@ from posttrain.reports.page import write_html
 from posttrain.reports.run_page import ReportStage, RunReport, Transcript, TranscriptAnswer, render_report
 from posttrain.reports.summary import NUM_TRANSCRIPTS, chapter_of, last_start
 from posttrain.runs.directory import RunDirectory, is_live
-from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.launch import RunResult, RunStart, launch
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
@@ -299,16 +299,9 @@ def _can_continue(folder: Path, recipe: Recipe) -> bool:
 
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     is_there = (folder / "recipe.yaml").is_file()
+    start = RunStart(folder.parent, folder.name, folder.name, resume=is_there)
     with choose_progress(folder.name, quiet) as progress:
-        return launch(
-            recipe,
-            root=folder.parent,
-            name=folder.name,
-            recipe_name=folder.name,
-            resume=is_there,
-            observer=progress,
-            summarize=write_run_summary,
-        )
+        return launch(recipe, start, observer=progress, summarize=write_run_summary)
 
 
 def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:

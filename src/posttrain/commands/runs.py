@@ -513,6 +513,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     """
     from posttrain.commands.interpret.sae import train_sae_recipe
     from posttrain.commands.train import check_recipe, train_recipe
+    from posttrain.runs.launch import RunStart
     from posttrain.runs.models import read_run_recipe  # torch, which a list of the runs does without
 
     place = locate_run(arguments.runs_dir, arguments.name)
@@ -523,14 +524,14 @@ def run_resume(arguments: argparse.Namespace) -> int:
         changes.append(("train.steps", str(arguments.steps)))
     name = str(run.recipe_path)
     runs_dir = str(place.path.parent)
-    how = {"resume": True, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
+    start = RunStart(runs_dir, place.path.name, name, resume=True, accept_changes=arguments.accept_changes)
     if "dictionary" in run.read_recipe():
         from posttrain.interpret.saes.sae_recipe import load_sae_recipe
 
         recipe = load_sae_recipe(name, changes).resolve()
-        return train_sae_recipe(recipe, name, runs_dir, place.path.name, **how, allow_large=True)
+        return train_sae_recipe(recipe, start, quiet=arguments.quiet, allow_large=True)
     read_run_recipe(place.path).resolve(to_read=True)
-    return train_recipe(check_recipe(name, changes), name, runs_dir, place.path.name, **how)
+    return train_recipe(check_recipe(name, changes), start, quiet=arguments.quiet)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -15,7 +15,7 @@ from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_components
 from posttrain.runs.directory import check_run_name
-from posttrain.runs.launch import launch
+from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
 from posttrain.terminal.training_progress import choose_progress
 from posttrain.untrusted import harmless
@@ -42,8 +42,12 @@ def run_train(arguments: argparse.Namespace) -> int:
         if arguments.memory:
             _print_memory(recipe, arguments.gpu_memory)
         return 0
-    how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes, "quiet": arguments.quiet}
-    return train_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+    return train_recipe(recipe, start_of(arguments), quiet=arguments.quiet)
+
+
+def start_of(arguments: argparse.Namespace) -> RunStart:
+    """Return the place and the beginning of a run, as the options of ``train`` and ``sae train`` say."""
+    return RunStart(arguments.runs_dir, arguments.run, arguments.recipe, arguments.resume, arguments.accept_changes)
 
 
 def check_recipe(name: str, overrides: Sequence[Override]) -> Recipe:
@@ -58,23 +62,12 @@ def check_recipe(name: str, overrides: Sequence[Override]) -> Recipe:
     return recipe
 
 
-def train_recipe(
-    recipe: Recipe, name: str, runs_dir: str, run: str | None, *, resume: bool, accept_changes: bool, quiet: bool
-) -> int:
+def train_recipe(recipe: Recipe, start: RunStart, *, quiet: bool) -> int:
     """Train a checked recipe in a run directory, say where it is, and return the exit code."""
     if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()
-    with choose_progress(name, quiet) as progress:
-        result = launch(
-            recipe,
-            root=runs_dir,
-            name=run,
-            recipe_name=name,
-            resume=resume,
-            accept_changes=accept_changes,
-            observer=progress,
-            summarize=write_run_summary,
-        )
+    with choose_progress(start.recipe_name, quiet) as progress:
+        result = launch(recipe, start, observer=progress, summarize=write_run_summary)
     print(f"run:    {result.folder}")
     if not quiet:
         print(f"report: {result.folder / 'report.html'}")

@@ -142,7 +142,7 @@ def _judged(found: Tensor, expected: Tensor, wrong: str) -> CheckResult:
     return ("ok", gap, "") if gap <= limit_for(found) else ("fails", gap, wrong)
 
 
-def check_formula(trial: AdvantagesTrial) -> CheckResult:
+def _check_formula(trial: AdvantagesTrial) -> CheckResult:
     """Two groups of four: one of the known formulas."""
     found = trial.run(REWARDS, GROUP)
     gaps = []
@@ -157,7 +157,7 @@ def check_formula(trial: AdvantagesTrial) -> CheckResult:
     return "fails", gap, f"no known formula; the nearest is {nearest}"
 
 
-def check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
+def _check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
     """A group of equal rewards, of which the mean differs in the last bit, and one of other rewards."""
     rewards = [0.1] * 6 + [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     group = [0] * 6 + [1] * 6
@@ -170,21 +170,21 @@ def check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
     return ("ok", gap, "") if gap <= 1e-6 else ("fails", gap, "a group of equal rewards gives other numbers")
 
 
-def check_interleaved(trial: AdvantagesTrial) -> CheckResult:
+def _check_interleaved(trial: AdvantagesTrial) -> CheckResult:
     """The rows of two groups in turns."""
     order = [0, 4, 5, 1, 6, 2, 3, 7]
     found = trial.run([REWARDS[row] for row in order], [GROUP[row] for row in order])
     return _judged(found, trial.run(REWARDS, GROUP)[order], "it takes groups for neighbours, whatever group says")
 
 
-def check_group_numbers(trial: AdvantagesTrial) -> CheckResult:
+def _check_group_numbers(trial: AdvantagesTrial) -> CheckResult:
     """Numbers of groups that do not begin at 0, are not consecutive and fall."""
     numbers = [907 if number == 0 else 3 for number in GROUP]
     found = trial.run(REWARDS, numbers)
     return _judged(found, trial.run(REWARDS, GROUP), "the numbers of the groups change it")
 
 
-def check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
+def _check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
     """Groups of two, three and five."""
     rewards = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 4.0, 0.5, 0.25, 3.0]
     group = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
@@ -197,7 +197,7 @@ def check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
     return _judged(found, trial.expected(rewards, group), "with groups of other sizes it is another formula")
 
 
-def check_other_groups(trial: AdvantagesTrial) -> CheckResult:
+def _check_other_groups(trial: AdvantagesTrial) -> CheckResult:
     """The rewards of another group."""
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
@@ -205,7 +205,7 @@ def check_other_groups(trial: AdvantagesTrial) -> CheckResult:
     return _judged(trial.run(others, GROUP)[:4], trial.run(REWARDS, GROUP)[:4], "another group's rewards change it")
 
 
-def check_single_answer(trial: AdvantagesTrial) -> CheckResult:
+def _check_single_answer(trial: AdvantagesTrial) -> CheckResult:
     """A group of one answer and one of three."""
     try:
         found = trial.run([5.0, 1.0, 0.0, 0.0], [0, 1, 1, 1])
@@ -216,7 +216,7 @@ def check_single_answer(trial: AdvantagesTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_nan_reward(trial: AdvantagesTrial) -> CheckResult:
+def _check_nan_reward(trial: AdvantagesTrial) -> CheckResult:
     """A reward of NaN in one group: the other group keeps its numbers."""
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
@@ -224,7 +224,7 @@ def check_nan_reward(trial: AdvantagesTrial) -> CheckResult:
     return _judged(found[4:], trial.run(REWARDS, GROUP)[4:], "a reward of NaN changes other groups")
 
 
-def check_arguments(trial: AdvantagesTrial) -> CheckResult:
+def _check_arguments(trial: AdvantagesTrial) -> CheckResult:
     """Both arguments are used."""
     plain = trial.run(REWARDS, GROUP)
     if largest_gap(trial.run([reward * 2 + row for row, reward in enumerate(REWARDS)], GROUP), plain) == 0.0:
@@ -238,15 +238,15 @@ def check_arguments(trial: AdvantagesTrial) -> CheckResult:
 
 
 CHECKS: dict[str, Callable[[AdvantagesTrial], CheckResult]] = {
-    "formula": check_formula,
-    "equal_rewards": check_equal_rewards,
-    "interleaved": check_interleaved,
-    "group_numbers": check_group_numbers,
-    "uneven_groups": check_uneven_groups,
-    "other_groups": check_other_groups,
-    "single_answer": check_single_answer,
-    "nan_reward": check_nan_reward,
-    "arguments": check_arguments,
+    "formula": _check_formula,
+    "equal_rewards": _check_equal_rewards,
+    "interleaved": _check_interleaved,
+    "group_numbers": _check_group_numbers,
+    "uneven_groups": _check_uneven_groups,
+    "other_groups": _check_other_groups,
+    "single_answer": _check_single_answer,
+    "nan_reward": _check_nan_reward,
+    "arguments": _check_arguments,
 }
 
 

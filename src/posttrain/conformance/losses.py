@@ -96,7 +96,7 @@ def failure(gap: float, wrong: str) -> CheckResult:
     return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
 
 
-def check_value(trial: LossTrial) -> CheckResult:
+def _check_value(trial: LossTrial) -> CheckResult:
     """The loss of rows of one length."""
     batch = trial.even()
     found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
@@ -106,7 +106,7 @@ def check_value(trial: LossTrial) -> CheckResult:
     return failure(gap, f"is {float(found):.6g}, and by the equation {float(expected):.6g}")
 
 
-def check_gradient(trial: LossTrial) -> CheckResult:
+def _check_gradient(trial: LossTrial) -> CheckResult:
     """Its gradient, which is what trains."""
     batch = trial.even()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
@@ -126,7 +126,7 @@ def _explain_gradient(found: LossResult, expected: LossResult) -> str:
     return f"has the norm {size:.6g}, and by the equation {wanted:.6g}"
 
 
-def check_direction(trial: LossTrial) -> CheckResult:
+def _check_direction(trial: LossTrial) -> CheckResult:
     """A step along the gradient improves what the objective improves."""
     batch = trial.even()
     found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
@@ -137,7 +137,7 @@ def check_direction(trial: LossTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_on_policy(trial: LossTrial) -> CheckResult:
+def _check_on_policy(trial: LossTrial) -> CheckResult:
     """At the weights that sampled, where every ratio is 1, the gradient is that of REINFORCE."""
     batch = trial.even()
     batch["old_logprobs"] = batch["logprobs"].clone()
@@ -146,7 +146,7 @@ def check_on_policy(trial: LossTrial) -> CheckResult:
     return judged(trial.run(batch), expected, "with equal policies it is not −A / N for each token")
 
 
-def check_zero_advantages(trial: LossTrial) -> CheckResult:
+def _check_zero_advantages(trial: LossTrial) -> CheckResult:
     """Without an advantage there is nothing to learn."""
     batch = trial.even()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
@@ -154,7 +154,7 @@ def check_zero_advantages(trial: LossTrial) -> CheckResult:
     return judged(trial.run(batch), run_reference(batch, trial.config), "advantages of 0 leave something")
 
 
-def check_lengths(trial: LossTrial) -> CheckResult:
+def _check_lengths(trial: LossTrial) -> CheckResult:
     """Rows of other lengths: what the loss divides by."""
     batch = trial.uneven()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
@@ -215,25 +215,25 @@ def _ratio(found: LossResult, whole: LossResult) -> str:
     return "many" if wanted == 0.0 else f"{size / wanted:.3g}"
 
 
-def check_equal_split(trial: LossTrial) -> CheckResult:
+def _check_equal_split(trial: LossTrial) -> CheckResult:
     """Two micro-batches of as many rows, which differ in tokens."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.uneven(), split, len(split))
 
 
-def check_unequal_split(trial: LossTrial) -> CheckResult:
+def _check_unequal_split(trial: LossTrial) -> CheckResult:
     """Three micro-batches of different numbers of rows."""
     split = [trial.units(0), trial.units(1, 2), trial.units(3)]
     return _compare_split(trial, trial.uneven(), split, len(split))
 
 
-def check_last_window(trial: LossTrial) -> CheckResult:
+def _check_last_window(trial: LossTrial) -> CheckResult:
     """The last step of an epoch: two micro-batches where four are configured."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.even(), split, 4)
 
 
-def check_row_order(trial: LossTrial) -> CheckResult:
+def _check_row_order(trial: LossTrial) -> CheckResult:
     """The order of the rows."""
     batch = trial.uneven()
     order = trial.units(2, 0, 3, 1)
@@ -241,14 +241,14 @@ def check_row_order(trial: LossTrial) -> CheckResult:
     return judged(found, trial.run(batch).of_rows(order), "the order of the rows changes it")
 
 
-def check_padding(trial: LossTrial) -> CheckResult:
+def _check_padding(trial: LossTrial) -> CheckResult:
     """Other numbers at places that are not trained."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
     return judged(found, trial.run(batch), "numbers at places that are not trained are read")
 
 
-def check_nan_padding(trial: LossTrial) -> CheckResult:
+def _check_nan_padding(trial: LossTrial) -> CheckResult:
     """NaN, and log-probabilities of −1e10 and −inf, at places that are not trained."""
     batch = trial.uneven()
     expected = trial.run(batch)
@@ -261,7 +261,7 @@ def check_nan_padding(trial: LossTrial) -> CheckResult:
     return "ok", worst_gap, ""
 
 
-def check_width(trial: LossTrial) -> CheckResult:
+def _check_width(trial: LossTrial) -> CheckResult:
     """More padding behind all rows."""
     batch = trial.uneven()
     width = batch["mask"].shape[1]
@@ -269,14 +269,14 @@ def check_width(trial: LossTrial) -> CheckResult:
     return judged(found, trial.run(batch), "more columns of padding change it")
 
 
-def check_hole(trial: LossTrial) -> CheckResult:
+def _check_hole(trial: LossTrial) -> CheckResult:
     """Tokens between trained ones that are not trained, such as a tool's answer."""
     batch = trial.even()
     found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
     return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
 
 
-def check_empty_row(trial: LossTrial) -> CheckResult:
+def _check_empty_row(trial: LossTrial) -> CheckResult:
     """A row of which no token is trained."""
     batch = trial.uneven()
     rows = batch["mask"].shape[0]
@@ -290,7 +290,7 @@ def check_empty_row(trial: LossTrial) -> CheckResult:
     return failure(gap, "a row without trained tokens changes it")
 
 
-def check_square(trial: LossTrial) -> CheckResult:
+def _check_square(trial: LossTrial) -> CheckResult:
     """As many rows as columns, where a number per row spreads along the wrong axis without an error."""
     rows = 4 * trial.each
     batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
@@ -298,7 +298,7 @@ def check_square(trial: LossTrial) -> CheckResult:
     return judged(trial.run(batch), expected, "with as many rows as tokens it is another number")
 
 
-def check_arguments(trial: LossTrial) -> CheckResult:
+def _check_arguments(trial: LossTrial) -> CheckResult:
     """Every argument is used: the micro-batches, the mask and each batch field that the equation reads."""
     batch = trial.even()
     whole = trial.run(batch)
@@ -319,7 +319,7 @@ def check_arguments(trial: LossTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_options(trial: LossTrial) -> CheckResult:
+def _check_options(trial: LossTrial) -> CheckResult:
     """Every option acts as in the equation."""
     batch = trial.even()
     whole = trial.run(batch)
@@ -340,24 +340,24 @@ def check_options(trial: LossTrial) -> CheckResult:
 
 Check = Callable[[LossTrial], CheckResult]
 CHECKS: dict[str, Check] = {
-    "value": check_value,
-    "gradient": check_gradient,
-    "direction": check_direction,
-    "on_policy": check_on_policy,
-    "zero_advantages": check_zero_advantages,
-    "lengths": check_lengths,
-    "equal_split": check_equal_split,
-    "unequal_split": check_unequal_split,
-    "last_window": check_last_window,
-    "row_order": check_row_order,
-    "padding": check_padding,
-    "nan_padding": check_nan_padding,
-    "width": check_width,
-    "hole": check_hole,
-    "empty_row": check_empty_row,
-    "square": check_square,
-    "arguments": check_arguments,
-    "options": check_options,
+    "value": _check_value,
+    "gradient": _check_gradient,
+    "direction": _check_direction,
+    "on_policy": _check_on_policy,
+    "zero_advantages": _check_zero_advantages,
+    "lengths": _check_lengths,
+    "equal_split": _check_equal_split,
+    "unequal_split": _check_unequal_split,
+    "last_window": _check_last_window,
+    "row_order": _check_row_order,
+    "padding": _check_padding,
+    "nan_padding": _check_nan_padding,
+    "width": _check_width,
+    "hole": _check_hole,
+    "empty_row": _check_empty_row,
+    "square": _check_square,
+    "arguments": _check_arguments,
+    "options": _check_options,
 }
 OF_POLICY_GRADIENTS = ("on_policy", "zero_advantages")
 OF_SINGLE_ROWS = ("empty_row",)  # of a pair whose answer is empty nothing is asked

@@ -62,12 +62,12 @@ def _judged(wrong: str) -> CheckResult:
     return ("fails", None, wrong) if wrong else ("ok", None, "")
 
 
-def check_trained_tokens(trial: RowsTrial) -> CheckResult:
+def _check_trained_tokens(trial: RowsTrial) -> CheckResult:
     """Trained is the answer with its end token, and nothing else."""
     return _judged(_wrong_row(trial, ANSWERS, PAD, END))
 
 
-def check_prompt(trial: RowsTrial) -> CheckResult:
+def _check_prompt(trial: RowsTrial) -> CheckResult:
     """In front of the answer stands the prompt, whole."""
     tokens, mask = trial.run(PROMPTS, ANSWERS)
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -79,30 +79,30 @@ def check_prompt(trial: RowsTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_pad_is_end(trial: RowsTrial) -> CheckResult:
+def _check_pad_is_end(trial: RowsTrial) -> CheckResult:
     """A pad token that is the end token, as many models have it: the end of the answer is trained, padding is not."""
     return _judged(_wrong_row(trial, ANSWERS, END, END))
 
 
-def check_pad_inside(trial: RowsTrial) -> CheckResult:
+def _check_pad_inside(trial: RowsTrial) -> CheckResult:
     """An answer in which the pad token occurs."""
     answers = [[3, PAD, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_cut_off(trial: RowsTrial) -> CheckResult:
+def _check_cut_off(trial: RowsTrial) -> CheckResult:
     """Answers that were cut off: no end token is added."""
     answers = [[3, 4], [1, 2, 3, 4, 5], [6, 7, 8], [2]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_end_inside(trial: RowsTrial) -> CheckResult:
+def _check_end_inside(trial: RowsTrial) -> CheckResult:
     """An answer of several turns, with end tokens inside."""
     answers = [[3, END, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
-def check_padding(trial: RowsTrial) -> CheckResult:
+def _check_padding(trial: RowsTrial) -> CheckResult:
     """The pad token is at every place that is neither prompt nor answer."""
     tokens = trial.run(PROMPTS, ANSWERS, 11)[0]
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -116,7 +116,7 @@ def check_padding(trial: RowsTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_row_order(trial: RowsTrial) -> CheckResult:
+def _check_row_order(trial: RowsTrial) -> CheckResult:
     """The order of the rows is that of the prompts."""
     order = [2, 0, 3, 1]
     tokens, mask = trial.run([PROMPTS[row] for row in order], [ANSWERS[row] for row in order])
@@ -126,30 +126,30 @@ def check_row_order(trial: RowsTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_single_row(trial: RowsTrial) -> CheckResult:
+def _check_single_row(trial: RowsTrial) -> CheckResult:
     """One row by itself."""
     tokens, mask = trial.run(PROMPTS[:1], ANSWERS[:1])
     trained = tokens[0][mask[0]].tolist()
     return _judged("" if trained == ANSWERS[0] else f"it trains {trained}, and the answer is {ANSWERS[0]}")
 
 
-def check_first_token(trial: RowsTrial) -> CheckResult:
+def _check_first_token(trial: RowsTrial) -> CheckResult:
     """Nothing predicts the first token of a row, which is never trained."""
     mask = trial.run(PROMPTS, ANSWERS)[1]
     return _judged("a row's first token is trained" if bool(mask[:, 0].any()) else "")
 
 
 CHECKS: dict[str, Callable[[RowsTrial], CheckResult]] = {
-    "trained_tokens": check_trained_tokens,
-    "prompt": check_prompt,
-    "pad_is_end": check_pad_is_end,
-    "pad_inside": check_pad_inside,
-    "cut_off": check_cut_off,
-    "end_inside": check_end_inside,
-    "padding": check_padding,
-    "row_order": check_row_order,
-    "single_row": check_single_row,
-    "first_token": check_first_token,
+    "trained_tokens": _check_trained_tokens,
+    "prompt": _check_prompt,
+    "pad_is_end": _check_pad_is_end,
+    "pad_inside": _check_pad_inside,
+    "cut_off": _check_cut_off,
+    "end_inside": _check_end_inside,
+    "padding": _check_padding,
+    "row_order": _check_row_order,
+    "single_row": _check_single_row,
+    "first_token": _check_first_token,
 }
 
 

@@ -76,14 +76,14 @@ def _judged(found: Tensor, expected: Tensor, wrong: str) -> CheckResult:
     return ("ok", gap, "") if gap <= limit_for(found) else ("fails", gap, wrong)
 
 
-def check_value(trial: ScoreTrial) -> CheckResult:
+def _check_value(trial: ScoreTrial) -> CheckResult:
     """Temperature 1."""
     logits, tokens = made_logits()
     found, expected = trial.run(logits, tokens).logprobs, reference_scores(logits, tokens, 1.0).logprobs
     return in_precision(_judged(found, expected, "is not log softmax(z)"), found)
 
 
-def check_alignment(trial: ScoreTrial) -> CheckResult:
+def _check_alignment(trial: ScoreTrial) -> CheckResult:
     """The logits at t are those of the token at t + 1, and of no other."""
     logits, tokens = made_logits()
     plain = trial.run(logits, tokens).logprobs
@@ -97,7 +97,7 @@ def check_alignment(trial: ScoreTrial) -> CheckResult:
     return "ok", None, ""
 
 
-def check_temperature(trial: ScoreTrial) -> CheckResult:
+def _check_temperature(trial: ScoreTrial) -> CheckResult:
     """Temperatures 0.7 and 2."""
     logits, tokens = made_logits()
     largest = 0.0
@@ -110,7 +110,7 @@ def check_temperature(trial: ScoreTrial) -> CheckResult:
     return "ok", largest, ""
 
 
-def check_gradient(trial: ScoreTrial) -> CheckResult:
+def _check_gradient(trial: ScoreTrial) -> CheckResult:
     """The gradient by the logits at temperature 0.7: (1 − softmax) / T at the token."""
     logits, tokens = made_logits()
     weights = torch.linspace(0.5, 2.0, ROWS * (WIDTH - 1), dtype=torch.float64).reshape(ROWS, WIDTH - 1)
@@ -124,7 +124,7 @@ def check_gradient(trial: ScoreTrial) -> CheckResult:
     return _judged(gradients[0], gradients[1], "is not (1[v = token] − softmax(z / T)) / T")
 
 
-def check_extremes(trial: ScoreTrial) -> CheckResult:
+def _check_extremes(trial: ScoreTrial) -> CheckResult:
     """Logits of 10,000, of which the exponential overflows."""
     logits, tokens = made_logits()
     far = logits * 2500.0
@@ -133,7 +133,7 @@ def check_extremes(trial: ScoreTrial) -> CheckResult:
     return _judged(found, expected, "large logits overflow or are cut")
 
 
-def check_impossible_tokens(trial: ScoreTrial) -> CheckResult:
+def _check_impossible_tokens(trial: ScoreTrial) -> CheckResult:
     """Another token's logit of −inf: score and gradient stay finite."""
     logits, tokens = made_logits()
     others = (tokens[:, 1:] + 1) % VOCABULARY
@@ -151,7 +151,7 @@ def check_impossible_tokens(trial: ScoreTrial) -> CheckResult:
     return _judged(scores.detach(), expected.detach(), "an impossible token changes the score of another wrongly")
 
 
-def check_row_order(trial: ScoreTrial) -> CheckResult:
+def _check_row_order(trial: ScoreTrial) -> CheckResult:
     """The order of the rows."""
     logits, tokens = made_logits()
     order = [2, 0, 1]
@@ -159,7 +159,7 @@ def check_row_order(trial: ScoreTrial) -> CheckResult:
     return _judged(found, trial.run(logits, tokens, TEMPERATURES[0]).logprobs[order], "other rows change it")
 
 
-def check_square(trial: ScoreTrial) -> CheckResult:
+def _check_square(trial: ScoreTrial) -> CheckResult:
     """As many rows as tokens as words in the vocabulary."""
     logits, tokens = made_logits(VOCABULARY, VOCABULARY)
     found = trial.run(logits, tokens, TEMPERATURES[0]).logprobs
@@ -168,7 +168,7 @@ def check_square(trial: ScoreTrial) -> CheckResult:
     )
 
 
-def check_entropy(trial: ScoreTrial) -> CheckResult:
+def _check_entropy(trial: ScoreTrial) -> CheckResult:
     """The entropy at temperature 0.7, if it is returned."""
     logits, tokens = made_logits()
     found = trial.run(logits, tokens, TEMPERATURES[0]).entropy
@@ -179,7 +179,7 @@ def check_entropy(trial: ScoreTrial) -> CheckResult:
     return _judged(found, expected, "is not the entropy of softmax(z / T)")
 
 
-def check_entropy_gradient(trial: ScoreTrial) -> CheckResult:
+def _check_entropy_gradient(trial: ScoreTrial) -> CheckResult:
     """Its gradient, which an entropy bonus trains by."""
     logits, tokens = made_logits()
     gradients = []
@@ -194,7 +194,7 @@ def check_entropy_gradient(trial: ScoreTrial) -> CheckResult:
     return _judged(gradients[0], gradients[1], "the gradient of the entropy is another")
 
 
-def check_arguments(trial: ScoreTrial) -> CheckResult:
+def _check_arguments(trial: ScoreTrial) -> CheckResult:
     """Tokens and temperature are used."""
     logits, tokens = made_logits()
     plain = trial.run(logits, tokens).logprobs
@@ -208,17 +208,17 @@ def check_arguments(trial: ScoreTrial) -> CheckResult:
 
 
 CHECKS: dict[str, Callable[[ScoreTrial], CheckResult]] = {
-    "value": check_value,
-    "alignment": check_alignment,
-    "temperature": check_temperature,
-    "gradient": check_gradient,
-    "extremes": check_extremes,
-    "impossible_tokens": check_impossible_tokens,
-    "row_order": check_row_order,
-    "square": check_square,
-    "entropy": check_entropy,
-    "entropy_gradient": check_entropy_gradient,
-    "arguments": check_arguments,
+    "value": _check_value,
+    "alignment": _check_alignment,
+    "temperature": _check_temperature,
+    "gradient": _check_gradient,
+    "extremes": _check_extremes,
+    "impossible_tokens": _check_impossible_tokens,
+    "row_order": _check_row_order,
+    "square": _check_square,
+    "entropy": _check_entropy,
+    "entropy_gradient": _check_entropy_gradient,
+    "arguments": _check_arguments,
 }
 
 

@@ -35,7 +35,7 @@ from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
-from posttrain.graders.grading import Outcome, Submission, grade
+from posttrain.graders.grading import Outcome, Submission, grade_submissions
 from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import find, register
 from posttrain.types import Example, Message, Turn
@@ -507,7 +507,7 @@ def _keep_correct(collected: CollectedExamples, place: str) -> None:
     outcomes: list[Outcome] = ["ungraded"] * len(graded)
     for grader in dict.fromkeys(example.grader for example in graded):
         own = [number for number, example in enumerate(graded) if example.grader == grader]
-        verdicts = grade(grader, [submissions[number] for number in own])
+        verdicts = grade_submissions(grader, [submissions[number] for number in own])
         for number, verdict in zip(own, verdicts, strict=True):
             outcomes[number] = verdict.outcome
     left_over = len(collected.examples) - len(graded)

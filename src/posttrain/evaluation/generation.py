@@ -162,7 +162,7 @@ class Questions:
     batch: int | None = None
 
 
-def evaluate(
+def evaluate_sampler(
     sampler: Sampler,
     questions: Questions,
     *,

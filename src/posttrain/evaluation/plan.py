@@ -27,7 +27,15 @@ from posttrain.evaluation.files import (
     weights_mark,
     write_evaluation,
 )
-from posttrain.evaluation.generation import Advance, AnswerScorer, Evaluation, Questions, evaluate, held_out, task_label
+from posttrain.evaluation.generation import (
+    Advance,
+    AnswerScorer,
+    Evaluation,
+    Questions,
+    evaluate_sampler,
+    held_out,
+    task_label,
+)
 from posttrain.evaluation.items import default_ks, digest_examples
 from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.models.sources import resolve_model_name
@@ -289,7 +297,7 @@ class EvaluationProgress:
         """Begin a trial."""
 
     def observe(self, advance: Advance) -> None:
-        """Take the progress of ``evaluation.generation.evaluate``."""
+        """Take the progress of ``evaluation.generation.evaluate_sampler``."""
 
     def tell(self, line: str) -> None:
         """Show a message."""
@@ -397,7 +405,7 @@ def measure(
         seed=drawing.seed,
         batch=drawing.batch,
     )
-    return evaluate(model, questions, scorer=scorer, observe=progress.observe)
+    return evaluate_sampler(model, questions, scorer=scorer, observe=progress.observe)
 
 
 def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:

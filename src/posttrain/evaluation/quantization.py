@@ -15,7 +15,7 @@ from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render import end_id
 from posttrain.data.rendered import take_rendered
 from posttrain.errors import UsageError
-from posttrain.evaluation.generation import Questions, evaluate
+from posttrain.evaluation.generation import Questions, evaluate_sampler
 from posttrain.evaluation.plan import slug
 from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
@@ -60,7 +60,7 @@ def compare_policies(
     Raises:
         UsageError: no prompt that fits into the model.
     """
-    evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
+    evaluation = evaluate_sampler(sampler, Questions(task, sampling, n, seed=seed))
     answers = evaluation.rollouts
     results = summarize_kl("kl", answers, measure_answer_kl(answers, before, after))
     results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))

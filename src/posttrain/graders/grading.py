@@ -71,7 +71,9 @@ class MeasuredReward:
     has_value: bool = True
 
 
-def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, object] | None = None) -> list[Verdict]:
+def grade_submissions(
+    name: str, submissions: Sequence[Submission], options: Mapping[str, object] | None = None
+) -> list[Verdict]:
     """Grade submissions with grader ``name``, in order.
 
     Raises:
@@ -135,7 +137,7 @@ def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list
     to_grade = []
     for submission, own in zip(submissions, golds, strict=True):
         to_grade += [replace(submission, answer=gold) for gold in own]
-    verdicts = iter(grade(mode, to_grade))
+    verdicts = iter(grade_submissions(mode, to_grade))
     found = []
     for own in golds:
         several = [next(verdicts) for _ in own]

@@ -22,7 +22,7 @@ from pydantic import Field
 from posttrain.acting.methods import IF_ANSWERS_GROW_LONG
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
-from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade, is_blank
+from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade_submissions, is_blank
 from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
 from posttrain.registry import Entry, find, register, suggest
@@ -368,7 +368,7 @@ def correct(
     verdicts: dict[int, Verdict] = {}
     for name in dict.fromkeys(names):
         places = [place for place, own in enumerate(names) if own == name]
-        graded = grade(name, [submissions[place] for place in places], options)
+        graded = grade_submissions(name, [submissions[place] for place in places], options)
         verdicts.update(zip(places, graded, strict=True))
     return [verdicts[place] for place in range(len(submissions))]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from posttrain.errors import DataError, MissingExtra, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
@@ -42,7 +41,7 @@ from posttrain.training.files import Observer, RunFiles
 from posttrain.untrusted import allow_code_options
 
 DEFAULT_ROOT = "runs"
-# training/loop.py: train(recipe, files, *, resume, observer, should_stop, ...), with .step, .reason, .evaluations
+# training/loop.py: run_training(recipe, files, *, resume, observer, should_stop, ...) -> TrainResult
 Train = Callable[..., Any]
 # Writes the files that show a run: curves, results, report (``reports.summary.write_summary``).
 Summarize = Callable[[Path], object]
@@ -58,31 +57,39 @@ class RunResult:
     evaluations: dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """The place of a run, and how it begins there.
+
+    root: the folder that holds run directories. name: the run's name; by default ``recipe_name`` with a counter, or
+    with ``resume`` the newest run of that name. recipe_name: the recipe's name on the command line. resume: continue
+    instead of starting. accept_changes: continue although recipe or records are others than those of the newest
+    checkpoint. notes: further notices at the start.
+    """
+
+    root: str | Path
+    name: str | None = None
+    recipe_name: str = "run"
+    resume: bool = False
+    accept_changes: bool = False
+    notes: Sequence[str] = ()
+
+
 def launch(
     recipe: RunRecipe,
+    start: RunStart,
     *,
-    root: str | Path,
-    name: str | None = None,
-    recipe_name: str = "run",
-    resume: bool = False,
-    accept_changes: bool = False,
     observer: Observer = lambda event, info: None,
-    notes: Sequence[str] = (),
     should_stop: Callable[[], bool] = lambda: False,
     train: Train | None = None,
     summarize: Summarize | None = None,
 ) -> RunResult:
-    """Train by ``recipe`` in ``root/name``, or continue the run there.
+    """Train by ``recipe`` in ``start.root/start.name``, or continue the run there.
 
     Args:
-        root: the folder that holds run directories.
-        name: the run's name; by default ``recipe_name`` with a counter, or with ``resume`` the newest run of that name.
-        recipe_name: what the recipe was called on the command line.
-        resume: continue instead of starting.
-        accept_changes: continue although recipe or records are others than those of the newest checkpoint.
-        observer: receives events (``training/files.py``); notes: further notices at the start.
+        observer: receives events (``training/files.py``).
         should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
-        train: the loop, if another than ``posttrain.training.loop.train``.
+        train: the loop, if another than ``posttrain.training.loop.run_training``.
         summarize: writes the run's summary, before the state ``finished``: a run that is killed in between goes on.
 
     Raises:
@@ -91,46 +98,35 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    check_scale(_scale_of(recipe))
-    if accept_changes and not resume:
+    if isinstance(recipe, Recipe):  # a sparse autoencoder is trained by one process
+        check_scale(recipe.scale)
+    if start.accept_changes and not start.resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
-    if name is not None:
-        check_run_name(name)
-    is_new_root = not Path(root).exists()
-    if resume:
-        folder = _folder_to_resume(Path(root), name, recipe_name)
+    if start.name is not None:
+        check_run_name(start.name)
+    is_new_root = not Path(start.root).exists()
+    if start.resume:
+        folder = _folder_to_resume(Path(start.root), start.name, start.recipe_name)
     else:
-        folder = _new_folder(Path(root), name, recipe, recipe_name)
+        folder = _new_folder(start, recipe)
     directory = RunDirectory(folder)
     with lock_run(folder):
-        recipe, notices = _claim(directory, recipe, resume, accept_changes)
-        directory.write_environment(recipe_name, recipe.fingerprint())
-        record = _Record(directory, _status_at_start(directory, recipe, resume), observer, should_stop)
+        recipe, notices = _claim(directory, recipe, start)
+        directory.write_environment(start.recipe_name, recipe.fingerprint())
+        before = directory.read_status() if start.resume else None
+        record = _Record(directory, new_status(recipe.train.steps or 0, before), observer, should_stop)
         try:
-            record.begin([*notices, *notes])
-            result = _train(recipe, directory, resume, record, train)
+            record.begin([*notices, *start.notes])
+            result = _train(recipe, directory, start.resume, record, train)
             record.conclude(summarize)
         except BaseException as error:
-            is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
+            is_refusal = not start.resume and isinstance(error, UsageError) and record.status.step == 0
             record.end(error, goes=is_refusal)
             if is_refusal:
                 _take_back(folder, is_new_root)
             raise
         record.tell_finish()
         return result
-
-
-def _scale_of(recipe: RunRecipe) -> ScaleSection:
-    if isinstance(recipe, Recipe):
-        return recipe.scale
-    return ScaleSection()  # of a sparse autoencoder, which one process trains
-
-
-def _status_at_start(directory: RunDirectory, recipe: RunRecipe, resume: bool) -> RunStatus:
-    before = None
-    if resume:
-        before = directory.read_status()
-    return new_status(recipe.train.steps or 0, before)
 
 
 def _take_back(folder: Path, is_new_root: bool) -> None:
@@ -147,7 +143,7 @@ def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Re
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record.notice(f"removed what a killed write left behind: {', '.join(leftovers)}")
-    loop: Any = train or import_module("posttrain.training.loop").train
+    loop: Any = train or import_module("posttrain.training.loop").run_training
     with stop_on_signals() as was_signalled:
 
         def should_stop() -> bool:
@@ -201,15 +197,8 @@ def find_or_train(
         say(f"{recipe_name}: going on with {unfinished}")
         name = unfinished.name
     with observing() as observer:
-        result = launch(
-            recipe,
-            root=root,
-            name=name,
-            recipe_name=recipe_name,
-            resume=name is not None,
-            observer=observer,
-            summarize=summarize,
-        )
+        start = RunStart(root, name, recipe_name, resume=name is not None)
+        result = launch(recipe, start, observer=observer, summarize=summarize)
     return result.folder, result
 
 
@@ -246,15 +235,17 @@ def resume_command(folder: Path) -> str:
     return shlex.join([*words, *allow_code_options(os.getcwd())])
 
 
-def _new_folder(root: Path, name: str | None, recipe: RunRecipe, recipe_name: str) -> Path:
+def _new_folder(start: RunStart, recipe: RunRecipe) -> Path:
     """Make a directory to start in; an existing one is only taken if it is empty."""
+    root = Path(start.root)
+    name = start.name
     with storage_errors("runs", root):
         root.mkdir(parents=True, exist_ok=True)
         if name is not None:
             _refuse_taken(RunDirectory(root / name), recipe)
             (root / name).mkdir(exist_ok=True)
             return root / name
-        base = name_of_recipe(recipe_name)
+        base = name_of_recipe(start.recipe_name)
         folder = root / base
         for count in itertools.count(2):
             with suppress(FileExistsError):
@@ -305,13 +296,11 @@ def _age(run: Path) -> tuple[float, str]:
     return RunDirectory(run).recipe_path.stat().st_mtime, run.name
 
 
-def _claim(
-    directory: RunDirectory, recipe: RunRecipe, resume: bool, accept_changes: bool
-) -> tuple[RunRecipe, list[str]]:
+def _claim(directory: RunDirectory, recipe: RunRecipe, start: RunStart) -> tuple[RunRecipe, list[str]]:
     """Make the locked directory ours, or refuse; returns the recipe to go by, and notices to show."""
-    if resume:
+    if start.resume:
         recipe = directory.as_it_began(recipe)
-        warnings = claim_to_resume(directory, recipe, accept_changes)
+        warnings = claim_to_resume(directory, recipe, start.accept_changes)
         status = directory.read_status()
         if not warnings and status is not None and status.state == "finished":
             return recipe, ["this run had finished; it is only checked, and its results shown again"]

@@ -137,9 +137,11 @@ def train_task(task: Mapping[str, Any], process_group: ProcessGroup, **shared: A
         declare_code(name, *folders)
     declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
     recipe = validate_recipe(task["recipe"], is_own=False).resolve()
-    from posttrain.training.loop import train
+    from posttrain.training.loop import run_training
 
-    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], process_group=process_group, **shared)
+    return run_training(
+        recipe, RunFiles.within(task["folder"]), resume=task["resume"], process_group=process_group, **shared
+    )
 
 
 @contextmanager

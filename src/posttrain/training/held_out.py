@@ -22,7 +22,7 @@ from posttrain.evaluation.generation import (
     Questions,
     content_of,
     distinct_indices,
-    evaluate,
+    evaluate_sampler,
     held_out,
     held_out_indices,
     task_label,
@@ -264,7 +264,7 @@ class Evaluator:
             seed=self.train.seed,
             step=step,
         )
-        evaluation = evaluate(self.sampler, questions)
+        evaluation = evaluate_sampler(self.sampler, questions)
         if held_out is not None:
             started = time.perf_counter()
             loss = evaluate_loss(held_out, task, self.policy, self._micro_batches())

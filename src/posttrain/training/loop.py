@@ -494,7 +494,7 @@ class Loop:
         prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})
 
 
-def train(
+def run_training(
     recipe: Recipe,
     files: RunFiles,
     *,

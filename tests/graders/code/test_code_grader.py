@@ -12,7 +12,7 @@ from posttrain.graders.code import exchange
 from posttrain.graders.code.exchange import ProgramRaised, error_of
 from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
 from posttrain.graders.code.judging import Checks, Walls, judge_all
-from posttrain.graders.grading import Outcome, Submission, grade
+from posttrain.graders.grading import Outcome, Submission, grade_submissions
 from posttrain.graders.rewards import bind_reward
 from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal
 from posttrain.registry import find
@@ -165,7 +165,7 @@ def submission(text: str, **given_arguments: Any) -> Submission:
 
 def test_the_grader() -> None:
     correct = "```python\ndef f(n): return 2 * n\n```"
-    verdicts = grade(
+    verdicts = grade_submissions(
         "code_tests",
         [
             submission(correct),

@@ -67,12 +67,14 @@ def with_regularizers(
         loss = objective(outputs, batch)
         if not isinstance(loss, Loss):
             return loss  # of a user's own function; the loop says what is wrong with it
-        return regularize(loss, outputs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef)
+        return add_regularizers(
+            loss, outputs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
+        )
 
     return regularized
 
 
-def regularize(
+def add_regularizers(
     loss: Loss, outputs: Outputs, batch: Batch, *, kl_coef: float, kl_estimator: PenaltyEstimator, entropy_coef: float
 ) -> Loss:
     """``values + β · kl − c_H · H`` of an objective with a policy term, whose values are per token, ``[B, T]``.

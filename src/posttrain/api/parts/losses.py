@@ -251,7 +251,7 @@ def regularize(
     of_entropy = None
     if entropy_coef != 0.0 or entropy is not None:
         of_entropy = _read(where, "entropy", entropy, trained)
-    return surrogate.regularize(
+    return surrogate.add_regularizers(
         loss,
         Outputs(logprobs=policy, entropy=of_entropy),
         plain_batch(trained, fields),

@@ -18,6 +18,7 @@ from posttrain.errors import INTERRUPTED, UsageError
 if TYPE_CHECKING:
     from posttrain.interpret.differences.changes_recipe import Compared, DiffRecipe
     from posttrain.interpret.saes.sae_recipe import SaeRecipe
+    from posttrain.runs.launch import RunStart
 
 REPORT = "report.html"
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
@@ -84,6 +85,7 @@ DIFF_OPTIONS = CommandOptions(
 
 def run_sae_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
+    from posttrain.commands.train import start_of
     from posttrain.interpret.saes.sae_recipe import load_sae_recipe
     from posttrain.runs.directory import check_run_name
 
@@ -93,38 +95,17 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
-    how |= {"quiet": arguments.quiet, "allow_large": arguments.yes}
-    return train_sae_recipe(recipe, arguments.recipe, arguments.runs_dir, arguments.run, **how)
+    return train_sae_recipe(recipe, start_of(arguments), quiet=arguments.quiet, allow_large=arguments.yes)
 
 
-def train_sae_recipe(
-    recipe: SaeRecipe,
-    name: str,
-    runs_dir: str,
-    run: str | None,
-    *,
-    resume: bool,
-    accept_changes: bool,
-    quiet: bool,
-    allow_large: bool,
-) -> int:
+def train_sae_recipe(recipe: SaeRecipe, start: RunStart, *, quiet: bool, allow_large: bool) -> int:
     """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
     from posttrain.interpret.saes.sae_training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
     from posttrain.terminal.training_progress import choose_progress, show_duration
 
-    with choose_progress(name, quiet) as progress:
-        result = launch(
-            recipe,
-            root=runs_dir,
-            name=run,
-            recipe_name=name,
-            resume=resume,
-            accept_changes=accept_changes,
-            observer=progress,
-            train=partial(train_run, allow_large=allow_large),
-        )
+    with choose_progress(start.recipe_name, quiet) as progress:
+        result = launch(recipe, start, observer=progress, train=partial(train_run, allow_large=allow_large))
     is_finished = result.reason == "finished"
     if not quiet:
         print(f"{result.step} steps, {show_duration(progress.elapsed())}")

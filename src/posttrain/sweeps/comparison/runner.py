@@ -21,7 +21,7 @@ from posttrain.errors import PosttrainError, RunConflict, RunFailure
 from posttrain.evaluation.files import RESULTS
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import RunDirectory, refuse_live_folder
-from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.launch import RunResult, RunStart, launch
 from posttrain.runs.paths import PLAN
 from posttrain.store.durable import refuse_links, remove_tree, replace_file, storage_errors
 from posttrain.store.locks import Held, hold
@@ -277,8 +277,8 @@ class _Worker:
                 raise RunConflict(f"{trial.folder}: made by another recipe; it differs in {what}. Delete it")
         clock = _Clock()
         if status is None or status.state != "finished":
-            options: dict[str, Any] = {"root": trial.folder.parent, "name": trial.name, "recipe_name": trial.name}
-            result = self.train(trial.recipe, **options, resume=is_begun, observer=clock)
+            start = RunStart(trial.folder.parent, trial.name, trial.name, resume=is_begun)
+            result = self.train(trial.recipe, start, observer=clock)
             if result.reason != "finished":
                 self.outcome.interrupted = True  # the loop ends before it takes another
                 return False

@@ -57,7 +57,7 @@ class Recomputed:
     gradients: Mapping[str, Tensor]
 
 
-def score(model: Any, ids: Sequence[int], places: Sequence[int], temperature: float) -> tuple[Tensor, Tensor]:
+def score_row(model: Any, ids: Sequence[int], places: Sequence[int], temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies at the positions of one row, in float64 ``[N]``."""
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
@@ -87,13 +87,13 @@ def recompute(
     of_reference: Tensor | None = None
     with torch.no_grad():
         for row, (ids, places) in enumerate(zip(rows.ids, rows.places, strict=True)):
-            logprobs[row, : len(places)], entropy[row, : len(places)] = score(model, ids, places, temperature)
+            logprobs[row, : len(places)], entropy[row, : len(places)] = score_row(model, ids, places, temperature)
         if reference is not None:
             of_reference = torch.zeros_like(logprobs)
             scorer, inside = reference
             with inside:
                 for row, (ids, places) in enumerate(zip(rows.ids, rows.places, strict=True)):
-                    of_reference[row, : len(places)], _ = score(scorer, ids, places, temperature)
+                    of_reference[row, : len(places)], _ = score_row(scorer, ids, places, temperature)
     inputs = _inputs_of(rows, logprobs, entropy, of_reference)
     loss, size, slopes = _slopes_of(inputs, facts)
     gradients = _backward(model, rows, temperature, slopes)
@@ -178,7 +178,7 @@ def _backward(model: Any, rows: AuditedRows, temperature: float, slopes: tuple[T
         if not any(bool(slope.any()) for slope in own):
             continue
         with torch.enable_grad():
-            logprobs, entropy = score(model, ids, places, temperature)
+            logprobs, entropy = score_row(model, ids, places, temperature)
             (logprobs * own[0] + entropy * own[1]).sum().backward()
         for name, parameter in trained.items():
             if parameter.grad is not None:
