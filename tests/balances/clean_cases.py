@@ -32,6 +32,7 @@ OF_PAIRS = (
     "f_dpo",
     "ld_dpo",
     "mpo",
+    "aot",
 )
 OF_GROUPS = ("raw", "centered", "leave_one_out", "normalized", "mean_scaled", "batch_normalized", "turn_normalized")
 TWO_REWARDS = [{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "small_runs:digit_share", "weight": -0.3}]
@@ -110,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
         rollout=CUT_OFF | {"truncated_divisor": "all"},
         masks=[{"name": "top_entropy", "divisor": "kept"}],
     ),
+    "objective aot of a data set": judged({"name": "aot", "label_smoothing": 0.1}, train={"steps": 4, "lr": 1e-2}),
     "hard reference": grpo(
         rollout=SHORT,
         regularize={"kl_coef": 0.1},

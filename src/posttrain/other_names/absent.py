@@ -303,7 +303,7 @@ METHODS = {
         "your own as objective: module:function"
     ): (
         "xpo bcotrainer bcoconfig ntpo dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo "
-        "aot aot_pair aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
+        "aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
         "nashmd rrhf pro slic_hf cringe chipo chi_po mallows_dpo smaug tpo sft_dpo d2po odpo "
         "dpo_shift focal_po lusdpo kto_zero bpo minor_dpo senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo copo "
         "sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo pref_bco_weight prompt_sample_size "

@@ -280,6 +280,18 @@ def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
     return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
 
 
+@register("batch_field", each_step=True, needs=("policy_logprobs", "ref_logprobs"))
+def transport_shift(batch: Batch) -> Tensor:
+    """``[B]``: the reference's margin of the row's pair minus the one that has the rank of the policy's (``aot``)."""
+    from posttrain.algorithms.masks import shift_by_rank
+
+    margins = []
+    for name in ("policy_logprobs", "ref_logprobs"):
+        rows = torch.where(batch.mask, batch.field(name).double(), 0.0).sum(dim=1)
+        margins.append(rows[0::2] - rows[1::2])
+    return shift_by_rank(*margins).repeat_interleave(2).float()
+
+
 def describe_one_prompt(batch: Batch, step: int) -> str:
     """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)

@@ -97,15 +97,13 @@ def save_checkpoint(
     """Write the checkpoint of ``step``; returns its folder.
 
     Args:
-        folder: the run's ``checkpoints`` folder.
-        model: a transformers or peft model, written by its own ``save_pretrained``.
+        folder: the run's ``checkpoints`` folder. model: a transformers or peft model, written by ``save_pretrained``.
         tokenizer: likewise, or None. optimizer: the optimizer's tensors by name; sharded where several processes write.
         state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
-        reference: the weights of one that moves.
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
         weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
-        averages: those of ``average_tensors``.
+        averages: those of ``average_tensors``. reference: the weights of one that moves.
         process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
@@ -129,8 +127,7 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            others = {"rollout_buffer": rollout_buffer, "heads": heads or None, "averages": averages or None}
-            _write_tensors(aside, **others, reference=reference)
+            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads, averages=averages, reference=reference)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -143,9 +140,9 @@ def save_checkpoint(
 
 
 def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
-    """Write each mapping that there is into a file of its name."""
+    """Write each mapping that holds something into a file of its name."""
     for name, tensors in named.items():
-        if tensors is not None:
+        if tensors:
             save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
