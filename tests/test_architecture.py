@@ -67,6 +67,7 @@ ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "rich": ("commands/", "terminal/"),
     "gradio": ("commands/chat/",),
     "starlette": ("commands/serve/",),
+    "google.protobuf": ("commands/serve/tinker/wire.py",),
     "lm_eval": (),  # contrib/ asks through it
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on

@@ -55,6 +55,12 @@ Few = Annotated[int, Field(ge=1, le=65_536)]
 Repetitions = Annotated[int, Field(ge=1, le=1000)]
 # The length of a text.
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+# Texts that end an answer; one alone may be given as it is.
+StopTexts = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Field(max_length=16),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 # The type of numbers; torch's own names are read, too.
 Dtype = Annotated[Literal["fp32", "bf16"], BeforeValidator(short_dtype)]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -373,6 +374,11 @@ def _import_until_call(name: str) -> ModuleType:
     finally:
         _IS_IMPORTING.reset(token)
     return module
+
+
+def session_functions(text: str) -> list[str]:
+    """Return the functions of this session that the YAML of a recipe names."""
+    return sorted(set(re.findall(rf"{SESSION}:\w+", text)))
 
 
 def is_lost(path: str) -> bool:

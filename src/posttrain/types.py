@@ -288,6 +288,19 @@ class KeptRows:
         return self.ids[at].masked_fill(~inside, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """Rules of sampling that change logits as a function of the tokens before.
+
+    repetition_penalty: of tokens that prompt or answer have already, logits above 0 are divided by it and others
+    multiplied with it (Keskar et al. 2019, section 4.1, with the sign as in transformers and vLLM); 1 is none.
+    barred_ids: have probability 0 where the batch field ``barred`` is 1 (an answer that may not end yet).
+    """
+
+    repetition_penalty: float = 1.0
+    barred_ids: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Batch:
     """Rows of equal padded length T.
@@ -297,7 +310,8 @@ class Batch:
     ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
     chosen then rejected; the rows of a unit stay together and in order. ``answers`` ``int64 [B]``: the place of each
     row's answer among all that were sampled for the batch, or of the row in its data; None where nobody asks. ``kept``:
-    log-probabilities are over these sets; None: over the whole vocabulary.
+    log-probabilities are over these sets; None: over the whole vocabulary. ``rules``: of the sampler, under which
+    log-probabilities are.
     """
 
     tokens: Tensor
@@ -310,6 +324,7 @@ class Batch:
     rows_per_unit: int = 1
     answers: Tensor | None = None
     kept: KeptRows | None = None
+    rules: LogitRules | None = None
 
     @property
     def num_rows(self) -> int:

@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from closeness import approx
+from balanced_runs import read_run
+from closeness import OF_EMBEDDED, approx
 from fake_follower import FILES, GROUP, FakeFollower, QueueGroup
 from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
-from posttrain.models.load import LoadedModel
+from posttrain.models.load import LoadedModel, load_model
 from posttrain.process_group import ProcessGroup
+from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.following import (
@@ -279,10 +281,79 @@ def test_trained_weights_of_somebody_else_are_refused(tiny: LoadedModel, server:
         engine.generate([[9]], [[1]], Sampling(max_tokens=2))
 
 
-def test_run_with_truncated_sampling_is_refused_where_it_would_bias_the_ratio(tmp_path: Path) -> None:
-    for cut in ({"top_p": 0.9}, {"top_k": 5}):
-        with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(cut))}: objective 'grpo' .* every ratio"):
-            run(tmp_path / "refused", make_recipe("grpo", rollout=cut))
+def test_run_with_truncated_sampling_is_refused_by_a_server_that_returns_no_sets(tmp_path: Path) -> None:
+    for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        with refuses(RecipeError, f"rollout.{next(iter(cut))}", "'grpo'", "rollout.engine.sampling_mask: true"):
+            run(tmp_path / "refused", make_recipe("grpo", rollout=cut | {"engine": "vllm"}))
+
+
+def test_run_with_truncated_sampling_and_masks_of_the_server_follows_its_sets(tmp_path: Path) -> None:
+    """Weights go over, greedy evaluations too, and each update begins at ratio 1 over the server's sets."""
+    for name, cut in (("top_p", {"top_p": 0.8}), ("all", {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.1})):
+        folder = tmp_path / name
+        with FakeFollower(load_model(ModelSection(name=shallow(1)), seed=0).model, masks=True) as fake:
+            engine = {"name": "vllm", "url": fake.url, "sampling_mask": True}
+            evaluation = {"every": 2, "num_examples": 2, "max_tokens": 6}
+            recipe = one_layer_recipe("grpo", rollout=cut | {"engine": engine}, train={"steps": 2}, eval=evaluation)
+            read = read_run(folder, recipe)
+        assert read.violated == {}
+        first, second = steps_of(folder)
+        for step in (first, second):
+            assert step["ratio_distance"] == approx(0.0, abs=OF_EMBEDDED / 8)
+            assert 1.0 < step["kept_tokens"] < 768
+        asked = [body["sampling_params"] for body in fake.bodies if "sampling_params" in body]
+        assert len(asked) == 2 * 16
+        assert {body["top_k"] for body in asked} == {cut.get("top_k", 512)}
+        assert {body["top_p"] for body in asked} == {cut.get("top_p", 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda choice: choice | {"sampling_mask": None}, "--return-sampling-mask"),
+        (lambda choice: choice | {"sampling_mask": choice["sampling_mask"][1:]}, "sets of kept tokens"),
+        (lambda choice: choice | {"sampling_mask": [[767] for _ in choice["token_ids"]]}, "outside of its set"),
+        (lambda choice: choice | {"sampling_mask": [[*one, one[0]] for one in choice["sampling_mask"]]}, "twice"),
+        (lambda choice: choice | {"sampling_mask": [list(range(768))] * len(choice["token_ids"])}, "more than"),
+        (lambda choice: choice | {"logprobs": None}, "log-probabilities"),
+        (lambda choice: choice | {"sampling_mask": [[*one, 10_000] for one in choice["sampling_mask"]]}, "10000"),
+    ],
+)
+def test_answer_with_sets_that_do_not_fit_is_refused(tiny: LoadedModel, change: Any, named: str) -> None:
+    def changed(content: dict[str, Any]) -> dict[str, Any]:
+        return content | {"choices": [change(content["choices"][0])]}
+
+    with FakeFollower(tiny.model, masks=True, change_tokens=changed) as fake:
+        engine = follow(tiny, fake, where="rollout.engine", sampling_mask=True)
+        with refuses((UsageError, RunFailure), named):
+            engine.generate([[9]], [[1]], Sampling(4, top_p=0.9, keeps_sets=True))
+
+
+def test_server_without_the_endpoint_of_masks_says_how_to_start_it(tiny: LoadedModel, server: FakeFollower) -> None:
+    engine = follow(tiny, server, where="rollout.engine", sampling_mask=True)
+    with refuses(UsageError, "/inference/v1/generate", "--return-sampling-mask", "--enable-scale-out"):
+        engine.generate([[9]], [[1]], Sampling(4, top_p=0.9, keeps_sets=True))
+
+
+def test_server_with_masks_answers_greedily_and_from_the_whole_distribution(tiny: LoadedModel) -> None:
+    with FakeFollower(tiny.model, masks=True) as fake:
+        engine = follow(tiny, fake, where="eval.engine", sampling_mask=True)
+        ((greedy,),) = engine.generate([[9, 10]], [[1]], Sampling(6, temperature=0.0))
+        ((drawn,),) = engine.generate([[9, 10]], [[1]], Sampling(6, temperature=1.0))
+        ((expected,),) = NativeEngine(tiny.model).generate([[9, 10]], [[1]], Sampling(6, temperature=0.0))
+    assert greedy.ids == expected.ids
+    assert all(map(math.isnan, greedy.logprobs))
+    assert all(-50 < value <= 0 for value in drawn.logprobs)
+
+
+@pytest.mark.parametrize("rules", [{"min_tokens": 4}, {"repetition_penalty": 1.2}])
+def test_run_under_rules_of_sampling_on_a_server_has_ratio_one(tmp_path: Path, rules: dict[str, Any]) -> None:
+    with FakeFollower(load_model(ModelSection(name=shallow(1)), seed=0).model) as fake:
+        rollout = rules | {"engine": {"name": "vllm", "url": fake.url}}
+        read = read_run(tmp_path, one_layer_recipe("grpo", rollout=rollout, train={"steps": 1}))
+    assert read.violated == {}
+    (only,) = steps_of(tmp_path)
+    assert only["ratio_distance"] == approx(0.0, abs=OF_EMBEDDED / 8)
 
 
 def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_no_logprobs(

@@ -19,7 +19,7 @@ from posttrain.store.metric_names import REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.training import held_out
 from posttrain.training.build import prepare
-from posttrain.training.sources.rollouts import describe_rollouts
+from posttrain.training.sources.descriptions import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
 from refusing import refuses
 from small_runs import Events, one_layer_recipe, shallow, watched

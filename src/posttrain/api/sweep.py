@@ -24,7 +24,7 @@ from posttrain.api.run import Run
 from posttrain.api.training import given, session_notes
 from posttrain.errors import RecipeError, RunFailure
 from posttrain.option_types import shorten
-from posttrain.registry import stop_import, suggest
+from posttrain.registry import session_functions, stop_import, suggest
 from posttrain.reports.sweep_page import write_sweep
 from posttrain.runs.directory import check_run_name, name_of_recipe
 from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design, load_comparison, names_comparison
@@ -114,7 +114,7 @@ def sweep(
         refuse_repeats(given_keys)
         plan = load_plan(content["recipe"], overrides, folder=folder, rows=only, num_seeds=repeats, over=row_key)
     for row in plan.rows:
-        session_notes(row.recipe, is_alone=False)
+        session_notes(session_functions(row.recipe.to_yaml()), None)
     return make_sweep(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, quiet=not progress)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from posttrain.api.inputs import (
 from posttrain.api.run import Run
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
-from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
+from posttrain.recipes.inert import option_notes
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
-from posttrain.recipes.sections import task_components
+from posttrain.recipes.sections import Component, ScaleSection, task_components
 from posttrain.registry import find, stop_import
 from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
@@ -166,7 +165,7 @@ def train(
     with without_command_line():
         checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
-    notes += session_notes(checked)
+    notes += session_notes(registry.session_functions(checked.to_yaml()), checked.scale)
     start = RunStart(runs_dir, run, called, resume, accept_changes, notes)
     with choose_progress(called, not progress) as view:
         callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
@@ -240,38 +239,36 @@ def read_recipe(
     recipe = load_recipe(name, refuse_repeats([*given, *overrides])).resolve()
     if not recipe.eval.every and any(key == "eval.tasks" for key, _ in given):
         raise UsageError("eval_data: nothing is evaluated, as eval.every is 0. Give both, such as eval__every=10")
-    refuse_tasks(recipe)
+    refuse_tasks([recipe.task, *recipe.eval.tasks])
     resolve_components(recipe)
     return recipe, lost_options(name, overrides)
 
 
 def inert_lines(recipe: Recipe) -> list[str]:
     """Return a line for each reason why options of a resolved recipe do nothing in its run, or act on rounding."""
-    inert = find_inert_options(recipe, resolve_components(recipe).needs)
-    return [*describe_inert_options(inert), *expected_narrow_bounds(recipe)]
+    return option_notes(recipe, resolve_components(recipe).needs)
 
 
-def refuse_tasks(recipe: Recipe) -> None:
+def refuse_tasks(named: Iterable[Component]) -> None:
     """Call the trait ``refuse`` of tasks, which knows options that cannot be used; nothing is read for that.
 
     Raises:
         UsageError: from the trait.
     """
-    for named in (recipe.task, *recipe.eval.tasks):
-        for task in task_components(named):
+    for component in named:
+        for task in task_components(component):
             refuse = find("task", task.name).traits.get("refuse")
             if refuse is not None:
                 refuse(**task.options)
 
 
-def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
-    """Return a line for each function of this session, which no other process can import.
+def session_notes(names: Sequence[str], scale: ScaleSection | None) -> list[str]:
+    """Return a line for each of the functions of this session that a recipe names; no other process can import them.
 
     Raises:
-        UsageError: the recipe has several processes, or (``is_alone`` False) another process trains by it.
+        UsageError: the run has several processes, or (``scale`` None) another process trains by the recipe.
     """
-    names = sorted(set(re.findall(rf"{registry.SESSION}:\w+", recipe.to_yaml())))
-    is_alone = is_alone and recipe.scale.processes == 1 and recipe.scale.launcher == "local"
+    is_alone = scale is not None and scale.processes == 1 and scale.launcher == "local"
     if names and not is_alone:
         raise UsageError(
             f"{', '.join(names)}: a lambda or a function of a notebook is in no file, so other "

@@ -134,7 +134,7 @@ def _ends(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
         inner = answer.ids[:-1]
         if stops and not stops.isdisjoint(inner):
             is_wrong = True
-        if answer.finish == "stop" and stops:
+        if answer.finish == "stop" and stops and not sampling.has_stop_texts:
             is_wrong = is_wrong or not answer.ids or answer.ids[-1] not in stops
         if answer.finish == "length":
             has_room = sampling.max_tokens is not None and len(answer.ids) < sampling.max_tokens

@@ -76,7 +76,8 @@ class SamplingFacts:
     and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
     every answer is trained on. divides_all: answers that a limit cut off and that are masked count in means. redraws:
     further prompts replace groups of equal rewards. is_cut: of a part of the distribution, where log-probabilities are
-    of the whole; replays: where they are over the sets of the answers, of at most most_kept tokens. turn_weight: of the
+    of the whole; replays: where they are over the sets of the answers, of at most most_kept tokens. has_stop_texts: an
+    answer may end with any token. ignores_rules: the trainer scores without the rules of sampling. turn_weight: of the
     rewards of turns. at_scored_temperature: the trainer scores at the temperature of sampling. draws: False of an
     engine that answers from a script.
     """
@@ -95,6 +96,8 @@ class SamplingFacts:
     is_cut: bool = False
     replays: bool = False
     most_kept: int | None = None
+    has_stop_texts: bool = False
+    ignores_rules: bool = False
     has_turns: bool = False
     turn_weight: float = 0.0
     staleness: int = 0

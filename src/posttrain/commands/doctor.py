@@ -6,6 +6,7 @@ Only the standard library is imported here until it runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from posttrain.commands.options import CommandOptions, option, positive
@@ -21,16 +22,20 @@ EPILOG = """\
   level        often seen with trouble, no proof; the line says what decides
   audit        numbers of the audited update that agree
   explanation  looks wrong and is not, or could not be read
+records of others, with --from: TRL's completions (or what contrib/trl_records.py writes), NeMo RL's train_data; a file
+or a folder of them
 exit code: 1 if there is a fault, else 0; 2 if the run cannot be read
   posttrain doctor mine
   posttrain doctor runs/mine --json
   posttrain doctor mine --audit 101    gradient and optimizer step of update 101 again, from the checkpoint of step 100
+  posttrain doctor outputs/completions --from trl
 """
 
 OPTIONS = CommandOptions(
-    option("run", metavar="RUN", help="a run: finished, running or interrupted; it is only read"),
+    option("run", metavar="RUN", help="a run: finished, running or interrupted; or records of another trainer"),
     option("--audit", type=positive, metavar="STEP", help="compute this update again by plain code and compare"),
-    usage="posttrain doctor RUN [options]",
+    option("--from", dest="trainer", choices=("trl", "nemo-rl"), help="read the records of this trainer"),
+    usage="posttrain doctor RUN [options], or posttrain doctor FILE --from {trl,nemo-rl}",
     epilog=EPILOG,
 )
 STYLES = {"fault": "red", "audit": "green", "level": "yellow", "explanation": "dim"}
@@ -50,6 +55,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from posttrain.runs.directory import find_run
     from posttrain.terminal.console import open_console, print_json
 
+    if arguments.trainer is not None:
+        return _read_others(arguments)
     folder = find_run(arguments.runs_dir, arguments.run)
     done = diagnose_run(folder, arguments.audit)
     content = {
@@ -65,15 +72,51 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return int(bool(done.of("fault")))
 
 
+def _read_others(arguments: argparse.Namespace) -> int:
+    """Print the findings about the records of another trainer; 1 if one is a fault."""
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from posttrain.errors import UsageError
+    from posttrain.runs.diagnosis.others.checks import diagnose_records
+    from posttrain.terminal.console import open_console, pluralize, print_json, say
+
+    if arguments.audit is not None:
+        raise UsageError("--audit: it takes a checkpoint of posttrain, which records of others are not. Leave it out")
+    done = diagnose_records(Path(arguments.run), arguments.trainer)
+    content = {
+        "records": arguments.run,
+        "trainer": arguments.trainer,
+        "answers": done.num_answers,
+        "batches": done.num_batches,
+        "findings": [asdict(one) for one in done.findings],
+    }
+    if not print_json(content):
+        console = open_console()
+        read = f"{pluralize(done.num_answers, 'answer')} in {done.num_batches:,} batches"
+        balance = "all that is recorded balances"
+        if done.of("fault"):
+            balance = pluralize(len(done.of("fault")), "fault")
+        say(console, f"{arguments.run}: {read} of {arguments.trainer}; {balance}", "bold")
+        _print_findings(console, done.findings, TITLES | {"audit": "what balances"})
+    return int(bool(done.of("fault")))
+
+
 def _print_diagnosis(console: Console, folder: str, done: Diagnosis) -> None:
     from posttrain.terminal.console import say
 
     say(console, f"{folder}: {done.state}, step {done.step:,} of {done.steps:,}; {_describe_books(done)}", "bold")
-    for kind, title in TITLES.items():
-        findings = done.of(kind)
-        if findings:
+    _print_findings(console, done.findings, TITLES)
+
+
+def _print_findings(console: Console, findings: Sequence[RunFinding], titles: Mapping[str, str]) -> None:
+    from posttrain.terminal.console import say
+
+    for kind, title in titles.items():
+        chosen = [one for one in findings if one.kind == kind]
+        if chosen:
             say(console, f"\n{title}", STYLES[kind])
-        for one in findings:
+        for one in chosen:
             _print_finding(console, one)
 
 

@@ -114,9 +114,9 @@ def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
         if plan.start is not None:
             starts = [plan.start.recipe]
     for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
-        refuse_tasks(recipe)
-        check_data(recipe)
-        check_tools(recipe)
+        refuse_tasks([recipe.task, *recipe.eval.tasks])
+        check_data(recipe.task, recipe.eval, recipe.data)
+        check_tools(recipe.environment, recipe.tools or (), recipe.rewards)
     tell_missing([*starts, *trained], plan.folder)
 
 

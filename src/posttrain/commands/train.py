@@ -13,7 +13,7 @@ from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import task_components
+from posttrain.recipes.sections import Component, DataSection, EvalSection, task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
@@ -32,8 +32,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         if arguments.resume or arguments.accept_changes:
             raise UsageError("--dry-run continues no run; leave out --resume and --accept-changes")
-        check_data(recipe)
-        check_tools(recipe)
+        check_data(recipe.task, recipe.eval, recipe.data)
+        check_tools(recipe.environment, recipe.tools or (), recipe.rewards)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         tell_missing([recipe])
@@ -78,8 +78,8 @@ def train_recipe(recipe: Recipe, start: RunStart, *, quiet: bool) -> int:
     return INTERRUPTED
 
 
-def check_data(recipe: Recipe) -> None:
-    """Read the files that the recipe's tasks name, as a run does; print the notes of a run on stderr.
+def check_data(trained: Component, evaluation: EvalSection, data: DataSection | None) -> None:
+    """Read the files that the tasks of a recipe name, as a run does; print the notes of a run on stderr.
 
     Raises:
         DataError: a file or row that a run would refuse.
@@ -88,10 +88,10 @@ def check_data(recipe: Recipe) -> None:
     from posttrain.data.reading import HUB
     from posttrain.data.render.rows import refuse_untrained
 
-    components = {"task": recipe.task}
+    components = {"task": trained}
     lines = dict[str, None]()
-    if recipe.eval.every:
-        evaluated = eval_components(recipe.task, recipe.eval.tasks)
+    if evaluation.every:
+        evaluated = eval_components(trained, evaluation.tasks)
         components |= {f"eval.tasks.{i}": component for i, component in enumerate(evaluated)}
     for key, named in components.items():
         paths = [
@@ -103,8 +103,8 @@ def check_data(recipe: Recipe) -> None:
             continue
         try:
             task = build_task(named, key)
-            if key == "task" and recipe.data is not None:
-                refuse_untrained(task.name, task.examples, recipe.data.train_on or "assistant")
+            if key == "task" and data is not None:
+                refuse_untrained(task.name, task.examples, data.train_on or "assistant")
             lines |= dict.fromkeys(task.warnings)
         except (DataNotThere, MissingExtra) as error:
             lines[f"{key}: {error}"] = None
@@ -112,19 +112,16 @@ def check_data(recipe: Recipe) -> None:
         _note(line)
 
 
-def check_tools(recipe: Recipe) -> None:
-    """Make the recipe's environment and tools once, as a run does.
+def check_tools(environment: Component | None, tools: Sequence[str], rewards: Sequence[Component]) -> None:
+    """Make the environment and tools of a recipe once, as a run does.
 
     Raises:
         UsageError: they cannot be used, or give nothing for a reward.
     """
-    if recipe.environment is not None or recipe.tools:
+    if environment is not None or tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
-        tools: Sequence[str] = ()
-        if recipe.tools is not None:
-            tools = recipe.tools
-        refuse_unpaid(build_toolset(recipe.environment, tools), [component.name for component in recipe.rewards])
+        refuse_unpaid(build_toolset(environment, tools), [reward.name for reward in rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

@@ -9,19 +9,16 @@ OPTIONS = {
     "one objective at a time; objective: rpo adds the likelihood of the chosen answer to DPO": (
         "loss_weights dpo_loss_weights ptx_coef enable_channel_loss preference_loss_weight"
     ),
-    "log-probabilities must be those of the model; a reward can count repetitions": (
-        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
+    "rollout.repetition_penalty is, and a reward can count repetitions": (
+        "presence_penalty frequency_penalty no_repeat_ngram_size logit_bias logits_processors "
         "logits_processor bad_words allowed_token_ids encoder_repetition_penalty bad_words_ids "
         "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias"
     ),
     "rollout.top_p, top_k and min_p are": "typical_p eta_cutoff epsilon_cutoff top_a min_tokens_to_keep",
-    "rollout.max_tokens is the only limit of a length; a reward can punish short answers": (
-        "min_tokens min_new_tokens min_length ignore_eos thinking_token_budget max_thinking_tokens "
-        "reasoning_effort min_response_length"
+    "rollout.max_tokens and rollout.min_tokens are the limits of a length": (
+        "ignore_eos thinking_token_budget max_thinking_tokens reasoning_effort"
     ),
-    "an answer ends with its template's end; a template of yours is a function, module:function": (
-        "stop_strings stop stop_token_ids stop_sequences include_stop_str_in_output stop_words rollout_stop"
-    ),
+    "rollout.stop takes texts, which stay in the answer": "stop_token_ids include_stop_str_in_output",
     "answers are sampled; rollout.temperature, top_k and top_p say how, and eval.samples how many": (
         "num_beams beam_search num_beam_groups diversity_penalty length_penalty_beam early_stopping_beams best_of "
         "penalty_alpha contrastive_search use_beam_search stop_token_ids_beam eval_num_beams generation_num_beams"
@@ -30,7 +27,7 @@ OPTIONS = {
         "structured_outputs guided_decoding vllm_structured_outputs_regex vllm_guided_decoding_regex guided_regex "
         "guided_json response_format structured_outputs_regex guided_decoding_backend"
     ),
-    "sampling has temperature, top_k, top_p and max_tokens": (
+    "sampling has temperature, top_k, top_p, min_p, max_tokens, min_tokens, repetition_penalty and stop": (
         "generation_kwargs generation_config override_generation_config extra_body extra_args prompt_logprobs "
         "sampling_params temp_scheduler sampling.temp_scheduler max_time output_kind cache_config "
         "renormalize_logits remove_invalid_values token_healing guidance_scale watermarking_config "

@@ -98,6 +98,9 @@ KEYS = {
     "rollout.top_p": "top_p vllm_top_p generation_top_p rollout_top_p",
     "rollout.top_k": "top_k generation_top_k rollout_top_k",
     "rollout.min_p": "min_p generation_min_p rollout_min_p",
+    "rollout.min_tokens": "min_tokens min_new_tokens min_length min_response_length sampling.min_tokens",
+    "rollout.repetition_penalty": "repetition_penalty generation_repetition_penalty sampling.repetition_penalty",
+    "rollout.stop": "stop_strings stop stop_sequences stop_words rollout_stop sampling.stop",
     "rollout.engine": "generation_backend rollout_engine inference_engine rollout_backend",
     "rollout.engine.url": "vllm_server_base_url base_url server_url",
     "rollout.engine.gpu_memory_utilization": (

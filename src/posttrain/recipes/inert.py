@@ -17,7 +17,7 @@ from posttrain import registry
 from posttrain.acting.facts import ActsIf, Rounding, RunFacts, SwitchedOff
 from posttrain.recipes.overriding import flatten
 from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe
-from posttrain.recipes.sections import Component, Section, task_components
+from posttrain.recipes.sections import Component, RolloutSection, Section, task_components
 from posttrain.untrusted import is_declared
 
 ROOM = 10  # how many times the mismatch of ratios a clip range should be
@@ -93,15 +93,23 @@ def narrow_bounds(bounds: Mapping[str, float], mismatch: float) -> str:
     return ", ".join(narrow)
 
 
-def expected_narrow_bounds(recipe: Recipe) -> list[str]:
-    """Return a line where bounds of the ratio are as narrow as what 16 bits round, before anything is measured."""
-    rollout = recipe.rollout
+def option_notes(recipe: Recipe, needs: Collection[str]) -> list[str]:
+    """Return what a resolved recipe's options do not do, or do by rounding: lines for the start of its run."""
+    narrow = expected_narrow_bounds(ratio_bounds(recipe), recipe.model.dtype, recipe.rollout)
+    return [*describe_inert_options(find_inert_options(recipe, needs)), *narrow]
+
+
+def expected_narrow_bounds(bounds: Mapping[str, float], dtype: str, rollout: RolloutSection | None) -> list[str]:
+    """Return a line where ``bounds`` of the ratio are as narrow as what 16 bits round, before anything is measured.
+
+    ``dtype``: of the trained model.
+    """
     if rollout is None or rollout.old_logprobs == "trainer":
         return []
-    types = {recipe.model.dtype, rollout.engine.options.get("dtype", recipe.model.dtype)}
+    types = {dtype, rollout.engine.options.get("dtype", dtype)}
     if "bf16" not in types:
         return []
-    narrow = narrow_bounds(ratio_bounds(recipe), BF16_MISMATCH)
+    narrow = narrow_bounds(bounds, BF16_MISMATCH)
     if not narrow:
         return []
     return [

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain import registry
 from posttrain.errors import RecipeError, UnallowedCode, UnknownComponent
 from posttrain.recipes.document import Content, Document, Rule, complete_component
+from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
@@ -24,7 +25,6 @@ from posttrain.recipes.sections import (
     Component,
     ComponentList,
     DataSection,
-    EvalSection,
     MaskComponent,
     ModelSection,
     PromptSection,
@@ -272,6 +272,10 @@ class Recipe(Content):
             self.advantage = Component(name="normalized")
             if traits.get("head") == "value":
                 self.advantage = Component(name="gae")
+
+    def with_seed(self, seed: int) -> Recipe:
+        """Return the recipe with ``train.seed``."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"seed": seed})})
 
     @property
     def trains_scorer(self) -> bool:

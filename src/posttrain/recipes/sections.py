@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.acting import sections as conditions
 from posttrain.acting.methods import IF_REWARDS_DIFFER
 from posttrain.errors import RecipeError
-from posttrain.option_types import Few, Options, Seed, Tokens
+from posttrain.option_types import Few, Options, Seed, StopTexts, Tokens
 from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -292,6 +292,10 @@ class RolloutSection(Section):
             replay).
         top_p: sample from the likeliest tokens that have this probability together.
         min_p: sample from the tokens of at least this share of the largest probability.
+        min_tokens: an answer (or turn) does not end before it has so many tokens.
+        repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
+            negative ones. An objective that follows the sampler follows it, and ``min_tokens``, too.
+        stop: texts, each of which ends an answer (or turn) where it is complete; it stays in the answer.
         drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
             lower rewards.
         uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
@@ -321,6 +325,9 @@ class RolloutSection(Section):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
+    min_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    stop: StopTexts = Field(default_factory=list)
     drop_uniform_groups: bool = False
     uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
     max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
@@ -335,6 +342,21 @@ class RolloutSection(Section):
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> Self:
+        longest = self.max_turn_tokens or self.max_tokens
+        if self.min_tokens >= longest:
+            raise ValueError(
+                f"'min_tokens' {self.min_tokens} leaves no token to end with, for at most {longest} are sampled; set "
+                "it lower, or raise the limit"
+            )
+        return self
+
+    @property
+    def has_rules(self) -> bool:
+        """True if logits are changed by a function of the tokens before."""
+        return self.min_tokens > 0 or self.repetition_penalty != 1
 
     @property
     def is_truncated(self) -> bool:
@@ -471,55 +493,4 @@ class ScaleSection(Section):
     def _check_restarts(self) -> Self:
         if self.restarts is not None and self.launcher != "ray":
             raise ValueError("'restarts' is for 'launcher: ray', which starts lost processes again; leave it out")
-        return self
-
-
-class EvalSection(Section):
-    """Held-out evaluation, before the first step, during training and at the end.
-
-    Args:
-        tasks: tasks to evaluate on; by default the validation split of the training task.
-        every: steps between evaluations (0 or -1: never, not at the end either).
-        num_examples: examples of each task, always the same.
-        items: a random ``sample`` of the task, or its ``first`` examples.
-        items_seed: draws another sample.
-        max_tokens: limit of an answer; by default that of rollouts, else 256.
-        samples: answers to each example.
-        temperature: of sampling; 0 is greedy decoding.
-        top_k: sample from the k likeliest tokens only.
-        top_p: sample from the likeliest tokens that have this probability together.
-        num_kl_prompts: so many prompts are answered at the temperature of training, for entropy and the KL from
-            the initial model; by default 64 where a reward model pays, else none.
-        best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
-            is where nothing has a gold answer.
-        loss: also evaluate the loss of held-out demonstrations; by default where these have no gold answer.
-        engine: what samples the answers; by default what samples rollouts, in a supervised run the native
-            engine.
-    """
-
-    tasks: Annotated[ComponentList, conditions.IF_EVALUATED] = Field(default_factory=list)
-    every: Annotated[Every, conditions.IF_WITHIN_RUN] = Field(default=0, ge=0)
-    num_examples: Annotated[int, conditions.IF_EVALUATED] = Field(default=256, ge=1)
-    items: Annotated[Literal["sample", "first"], conditions.IF_EVALUATED] = "sample"
-    items_seed: Annotated[Seed, conditions.IF_EVALUATED] = 0
-    max_tokens: Tokens | None = None
-    samples: Annotated[Few, conditions.IF_ANSWERS_ARE_EVALUATED] = 1
-    temperature: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0.0, ge=0)
-    top_k: Annotated[int | None, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=None, ge=1)
-    top_p: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=1)
-    num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
-    best: Annotated[str | None, conditions.IF_EVALUATED] = None
-    loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
-    engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
-
-    @model_validator(mode="after")
-    def _check_drawing(self) -> Self:
-        draws = {"samples": self.samples > 1, "top_k": self.top_k is not None, "top_p": self.top_p < 1}
-        for key, is_set in draws.items():
-            if is_set and self.temperature == 0:
-                raise ValueError(
-                    f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
-                )
-        if self.items == "first" and self.items_seed:
-            raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self

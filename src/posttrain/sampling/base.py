@@ -5,6 +5,7 @@ Several turns are one growing sequence of ids: sampled ids stay as they are, rep
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Protocol
 from posttrain.errors import UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, Within
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish, KeptSets, Message, Turn
+from posttrain.types import Completion, Finish, KeptSets, LogitRules, Message, Turn
 
 UNLIMITED_CONTEXT = 1 << 31
 SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
@@ -34,6 +35,10 @@ class Sampling:
     ``max_tokens``. ``max_total_tokens``: limit of prompt and completion together. ``max_turn_tokens``: limit of each of
     several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here on have no text
     and are never drawn.
+
+    ``min_tokens``: no stop id is drawn before an answer (or turn) has so many. ``repetition_penalty``: see
+    ``LogitRules``. Log-probabilities are those after both. ``stop``: an answer (or turn) also ends with the token that
+    completes one of these texts, which stays in it.
     """
 
     max_tokens: int
@@ -46,6 +51,9 @@ class Sampling:
     num_tokens: int | None = None
     min_p: float = 0.0
     keeps_sets: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
@@ -55,6 +63,16 @@ class Sampling:
     def is_truncated(self) -> bool:
         """True if tokens are drawn from a part of the distribution."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def rules(self) -> LogitRules | None:
+        """The rules that change logits; None if there are none."""
+        barred: tuple[int, ...] = ()
+        if self.min_tokens > 0:
+            barred = tuple(sorted(self.stop_ids))
+        if not barred and self.repetition_penalty == 1.0:
+            return None
+        return LogitRules(self.repetition_penalty, barred)
 
     def within(self, context: int) -> int:
         """Return the limit of a prompt and its completion together in a model of ``context`` tokens."""
@@ -144,9 +162,14 @@ class Conversation:
         self.kept_counts += kept.counts[:room]
         self.num_cut += kept.num_cut
 
+    @property
+    def turn(self) -> list[int]:
+        """The ids of the turn under way."""
+        return self.ids[len(self.own) :]
+
     def end_turn(self) -> list[int]:
         """Mark the ids after the last reply as the model's turn, and return them."""
-        turn = self.ids[len(self.own) :]
+        turn = self.turn
         self.own += [True] * len(turn)
         self.num_turns += 1
         return turn
@@ -341,6 +364,12 @@ def check_sampling(sampling: Sampling) -> None:
         raise _out_of_range("top_p", sampling.top_p, "above 0 and at most 1")
     if not 0 <= sampling.min_p <= 1:
         raise _out_of_range("min_p", sampling.min_p, "0 to 1")
+    if sampling.min_tokens < 0 or sampling.min_tokens > sampling.max_tokens:
+        raise _out_of_range("min_tokens", sampling.min_tokens, f"0 to max_tokens ({sampling.max_tokens})")
+    if not 0 < sampling.repetition_penalty < math.inf:
+        raise _out_of_range("repetition_penalty", sampling.repetition_penalty, "above 0 (1 is none)")
+    if "" in sampling.stop:
+        raise UsageError("sampling.stop holds an empty text, which would end every answer at once; leave it out")
     if sampling.max_turn_tokens is not None and sampling.max_turn_tokens < 1:
         raise _out_of_range("max_turn_tokens", sampling.max_turn_tokens, "1 or more, or none")
 

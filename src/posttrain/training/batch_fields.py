@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Filled by the sources, with the rows.
-OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
+OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback", "barred")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
 # Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
@@ -447,6 +447,13 @@ def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
     return any(comes_from_rollouts(name) for name in needs)
 
 
+def follows_rules(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
+    """Return whether log-probabilities are under the sampler's rules (``min_tokens``, ``repetition_penalty``)."""
+    if rollout is None or not rollout.has_rules:
+        return False
+    return any(comes_from_rollouts(name) for name in needs)
+
+
 @dataclass(slots=True)
 class BatchFields:
     """Fills the fields of batches: exactly ``needs``, and what these need.
@@ -504,6 +511,11 @@ class BatchFields:
             seen = batch
         elif batch.kept is not None:
             seen.kept = batch.kept.moved(batch.mask, seen.mask)
+        if seen is not batch and batch.rules is not None:
+            seen.rules = batch.rules
+            if "barred" in batch.fields:
+                moved = batch.field("barred")[batch.mask]
+                seen.fields["barred"] = torch.zeros(seen.mask.shape).masked_scatter(seen.mask, moved)
         has_same_answers = seen.mask.sum(dim=1) == batch.mask.sum(dim=1)
         assert bool(has_same_answers.all()), "the teacher reads the same answers"
         rows: list[int] | None = None

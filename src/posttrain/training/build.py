@@ -26,7 +26,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
-from posttrain.recipes.inert import describe_inert_options, expected_narrow_bounds, find_inert_options
+from posttrain.recipes.inert import option_notes
 from posttrain.recipes.other_models import HeadSection
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component, TrainSection
@@ -320,8 +320,8 @@ def _build_warnings(
     """Return what was built in another way than the recipe says; the first of ``tasks`` is trained."""
     recipe = components.recipe
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
-    inert = describe_inert_options(find_inert_options(recipe, components.needs))
-    warnings = [*of_tasks, *unread_parts(components, tasks[0]), *inert, *expected_narrow_bounds(recipe)]
+    notes = option_notes(recipe, components.needs)
+    warnings = [*of_tasks, *unread_parts(components, tasks[0]), *notes]
     warnings += describe_other_parts(models.loaded, is_scorer=recipe.trains_scorer)
     warnings += further_ends(models.tokenizer, template)
     warnings += unused_chat_template(recipe.model.name, models.tokenizer, template)

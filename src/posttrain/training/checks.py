@@ -25,6 +25,7 @@ from posttrain.sampling.base import MOST_KEPT
 from posttrain.training.batch_fields import (
     comes_from_rollouts,
     fillers,
+    follows_rules,
     needed_fields,
     replays_sets,
     with_their_needs,
@@ -377,6 +378,7 @@ def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     yield from _of_truncation(w, rollout)
+    yield from _of_rules(w, rollout)
 
 
 def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
@@ -400,11 +402,41 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
         "distillation)"
     )
     yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
+    keeps_sets = w.engine.traits.get("keeps_sets", False)
+    remedy = "sample with the native engine"
+    if isinstance(keeps_sets, str):  # an option of the engine
+        remedy = f"set rollout.engine.{keeps_sets}: true (with a server that does)"
+        keeps_sets = w.engine_options.get(keeps_sets, False)
     mute = (
         f": {objective} follows the sampler over the tokens that {cut} kept for each draw, and engine "
-        f"{w.engine.name!r} does not say which these were; sample with the native engine, or leave {cut} out"
+        f"{w.engine.name!r} does not say which these were; {remedy}, or leave {cut} out"
     )
-    yield not w.engine.traits.get("keeps_sets", False), f"rollout.{cut}", mute
+    yield not keeps_sets, f"rollout.{cut}", mute
+
+
+def _of_rules(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
+    """Yield rules about ``min_tokens``, ``repetition_penalty`` and ``stop``."""
+    key = "rollout.repetition_penalty"
+    is_given = rollout.repetition_penalty != 1
+    for name, is_set in (("min_tokens", rollout.min_tokens > 0), ("stop", bool(rollout.stop))):
+        if is_set and not is_given:
+            key, is_given = f"rollout.{name}", True
+    knows = w.engine.traits.get("applies_rules", False)
+    unknown = f": engine {w.engine.name!r} does not know it; sample with the native engine, or leave it out"
+    yield is_given and not knows, key, unknown
+    if not follows_rules(rollout, w.needs):
+        return
+    objective = f"objective {w.recipe.objective.name!r}"
+    whole = (
+        f": {objective} compares the teacher's likeliest tokens as the model has them, and this changes the "
+        "distribution that is sampled; leave it out, or choose an objective that reads the sampled token alone"
+    )
+    yield "teacher_ids" in w.needs, key, whole
+    prefix = (
+        ": the teacher reads other prompts than the student, so that its penalized tokens would be others; leave it out"
+    )
+    is_other = rollout.repetition_penalty != 1 and w.teaches_itself and "seen" in w.parts
+    yield is_other, "rollout.repetition_penalty", prefix
 
 
 def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> Iterator[Rule]:

@@ -34,7 +34,8 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.recipes.sections import Component, EvalSection, RolloutSection, TrainSection
+from posttrain.recipes.eval_section import EvalSection
+from posttrain.recipes.sections import Component, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Sampler

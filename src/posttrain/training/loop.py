@@ -26,9 +26,10 @@ from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, peak_resident_bytes
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
+from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import ratio_bounds
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, RolloutSection, TrainSection
+from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import (

@@ -14,6 +14,7 @@ from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ra
 from posttrain.balances.findings import Imbalance
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.logit_rules import apply_rules, ids_as_mask, tokens_before
 from posttrain.recipes.inert import ROOM, narrow_bounds
 from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.types import Batch, Outputs
@@ -153,6 +154,18 @@ def has_dropout(model: torch.nn.Module) -> bool:
     return False
 
 
+def _ruled(logits: Tensor, row: Batch, length: int) -> Tensor:
+    """The logits ``[L, V]`` of the tokens of a row behind the first, under the sampler's rules."""
+    assert row.rules is not None
+    columns = torch.arange(1, length)
+    seen = tokens_before(row.tokens[:1, :length].expand(length - 1, -1), columns, logits.shape[1]).to(logits.device)
+    barred: Tensor | None = None
+    if row.rules.barred_ids:
+        ends = ids_as_mask(row.rules.barred_ids, logits.shape[1], logits.device)
+        barred = (row.field("barred")[0, 1:length] > 0).to(logits.device)[:, None] & ends
+    return apply_rules(row.rules, logits, seen, barred)
+
+
 def _only_kept(logits: Tensor, kept: Tensor) -> Tensor:
     """``[L, V]`` with what is outside of the sets ``kept [L, K]`` (filled up with -1) at minus infinity."""
     is_member = torch.zeros((len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
@@ -172,6 +185,8 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     mask = row.mask[0, :length]
     outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     logits = outputs.logits[0, :-1].float()
+    if row.rules is not None:
+        logits = _ruled(logits, row, length)
     if row.kept is not None:
         columns = torch.zeros_like(row.mask)
         columns[0, 1:length] = True

@@ -27,7 +27,7 @@ class Access:
 
     Args:
         host: address that the server listens on.
-        key: what a client must send as ``Authorization: Bearer KEY``.
+        key: what a client must send as ``Authorization: Bearer KEY``, or as ``X-API-Key``.
         command: the command that serves, for messages.
     """
 
@@ -76,9 +76,11 @@ class Access:
         return re.sub(r":\d*$", "", host) in self.names
 
     def _has_key(self, headers: Headers) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or self.key is None:
+        if self.key is None:
             return False
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")
         return hmac.compare_digest(given.strip().encode(), self.key.encode())
 
 

@@ -10,25 +10,34 @@ import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.commands.options import (
     MODEL,
     TEMPLATE,
     CommandOptions,
     address,
+    folder_of_runs,
     naturals,
     new_place,
     option,
     positive,
     refuse_open_host,
+    seed,
 )
 from posttrain.commands.serve.listening import address_of, answer_requests, listen
 from posttrain.errors import UsageError
 
+if TYPE_CHECKING:
+    from posttrain.sampling.models import ModelSource
+
+DEFAULT_MODELS = 4  # in training at a time
 EPILOG = """\
 any program that can ask OpenAI can ask this one; give it the address that is printed:
   posttrain serve runs/tiny-grpo --record asked.jsonl
   posttrain evaluate tiny --engine vllm --engine.url http://127.0.0.1:8000
+a training loop that was written for Tinker trains this model, if it has the address as base_url:
+  posttrain serve tiny --train
 for large models on GPUs, the line of a vLLM server:
   posttrain serve-command runs/tiny-grpo
 """
@@ -57,8 +66,17 @@ OPTIONS = CommandOptions(
         "--max-requests", type=positive, default=256, metavar="N", help="at a time; others get HTTP 503 (default: 256)"
     ),
     option("--max-tokens", type=positive, help="longest answer where a request does not say"),
+    option("--model-name", metavar="NAME", help="a further name of the model in requests"),
     usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
     epilog=EPILOG,
+    groups={
+        "training": (
+            option("--train", action="store_true", help="speak Tinker's protocol, in place of OpenAI's"),
+            option("--states", type=folder_of_runs, metavar="FOLDER", help="saved states (default: RUNS_DIR/tinker)"),
+            option("--max-models", type=positive, metavar="N", help="in training at a time (default: 4)"),
+            option("--seed", type=seed, metavar="N", help="of samples whose client gives none (default: 0)"),
+        )
+    },
 )  # fmt: skip
 LINE_OPTIONS = CommandOptions(
     MODEL,
@@ -93,12 +111,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
     host = arguments.host
     port = arguments.port
     key = _choose_key(arguments.api_key)
+    _refuse_unread(arguments)
     refuse_open_host(host, key is not None, "--api-key")
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve", "posttrain serve")
+    if arguments.train:
+        return _serve_training(arguments, source, key)
 
     from posttrain.commands.serve.access import Access
     from posttrain.commands.serve.answering import Answerer, Recorder
@@ -109,6 +130,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     template = complete_template(chosen_components(arguments).get("template"), source)
     say_template(source, template)
     names = [*served_names(source.path), source.label, source.name]
+    if arguments.model_name is not None:
+        names.append(arguments.model_name)
     with listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
         if arguments.record is None:
             recorder = None
@@ -125,11 +148,76 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str | None) -> int:
+    """Answer clients of Tinker until Ctrl-C.
+
+    Raises:
+        UsageError: a port that cannot be served, a model that cannot be loaded, a folder that another server has.
+        MissingExtra: protobuf is not installed.
+    """
+    from posttrain.errors import MissingExtra
+
+    if find_spec("google") is None or find_spec("google.protobuf") is None:
+        raise MissingExtra("protobuf", "tinker", "posttrain serve --train")
+
+    from posttrain.commands.options import chosen_components
+    from posttrain.commands.serve.access import Access
+    from posttrain.commands.serve.limits import RequestLimit
+    from posttrain.commands.serve.tinker.application import TinkerApi
+    from posttrain.commands.serve.tinker.service import Service, ServiceLimits
+    from posttrain.commands.serve.tinker.states import StateFolder
+    from posttrain.models.sources import resolve_model_name
+    from posttrain.sampling.vllm.server import served_names
+    from posttrain.store.locks import Held, hold
+
+    if chosen_components(arguments).get("template") is not None:
+        raise UsageError("--template: clients of Tinker send tokens, not messages; leave it out, or leave --train out")
+    folder = Path(arguments.states or Path(arguments.runs_dir, "tinker"))
+    states = StateFolder(folder)
+    names = [source.name, source.label, str(resolve_model_name(source.path)), *served_names(source.path)]
+    if arguments.model_name is not None:
+        names.insert(0, arguments.model_name)
+    limits = ServiceLimits(arguments.max_models or DEFAULT_MODELS, arguments.seed or 0)
+    host = arguments.host
+    port = arguments.port
+    states.make()
+    with listen(host, port) as listener:
+        try:
+            with hold(folder / "server.lock"), closing(Service(source, names, states, limits)) as service:
+                where = address_of(host, port)
+                print(f"trains {names[0]} for clients of Tinker with base_url {where}  (Ctrl-C ends it)", flush=True)
+                print(f"states: {folder}", flush=True)
+                if arguments.api_key == "":
+                    print(f"key: {key}", flush=True)
+                api = TinkerApi(service, arguments.max_requests)
+                application = RequestLimit(api.application(), arguments.max_requests)
+                answer_requests(Access(application, host, key, "posttrain serve --train"), listener)
+        except Held as other:
+            raise UsageError(f"--states {folder}: another server has it ({other}); give another folder") from None
+    return 0
+
+
+def _refuse_unread(arguments: argparse.Namespace) -> None:
+    """Refuse options that the chosen protocol does not read.
+
+    Raises:
+        UsageError: with the first of them.
+    """
+    unread = {"--states": arguments.states, "--max-models": arguments.max_models, "--seed": arguments.seed}
+    remedy = "add --train, or leave it out"
+    if arguments.train:
+        unread = {"--record": arguments.record, "--max-tokens": arguments.max_tokens}
+        remedy = "its clients say it themselves; leave it out, or leave --train out"
+    for name, value in unread.items():
+        if value is not None:
+            raise UsageError(f"{name}: it does nothing here; {remedy}")
+
+
 def _choose_key(given: str | None) -> str | None:
     if given is None or re.fullmatch(r"[A-Za-z0-9_.~-]{16,256}", given):
         return given
     if given == "":
-        return secrets.token_urlsafe(32)
+        return f"tml-{secrets.token_urlsafe(32)}"  # Tinker's client refuses a key without this beginning
     raise UsageError(
         "--api-key: a key has 16 to 256 letters, digits, '_', '-', '.' or '~' (write MODEL_OR_RUN before "
         "--api-key; without a value a key is made up)"

@@ -16,7 +16,7 @@ from posttrain.models.forward.attention import ATTENTION_NAME, active, install_p
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
-from posttrain.models.forward.predictions import Distribution, Entropy, States
+from posttrain.models.forward.predictions import Distribution, Draws, Entropy, States
 from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
@@ -160,7 +160,7 @@ class Forward:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
         candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
         logprobs, entropies, of_candidates = self._distribution.predict(
-            states, entropy, candidates, self._kept_of(batch)
+            states, entropy, candidates, self._draws_of(batch)
         )
         return (
             states.spread(logprobs),
@@ -294,11 +294,21 @@ class Forward:
         assert states.reading is not None
         return states.spread(self.head(states.reading))
 
-    def _kept_of(self, batch: Batch) -> Tensor | None:
-        """``int32 [M, K]``: the sets of the trained tokens, filled up with -1; None: the whole vocabulary."""
-        if batch.kept is None:
+    def _draws_of(self, batch: Batch) -> Draws | None:
+        """The way in which the trained tokens were drawn; None: from the model's own distribution."""
+        if batch.kept is None and batch.rules is None:
             return None
-        return batch.kept.dense(self._as_read(batch).mask.cpu()).to(self.device)
+        mask = self._as_read(batch).mask
+        parts: dict[str, Tensor] = {}
+        if batch.kept is not None:
+            parts["sets"] = batch.kept.dense(mask.cpu())
+        if batch.rules is not None:
+            parts["tokens"] = batch.tokens
+            parts["rows"], parts["columns"] = mask.nonzero(as_tuple=True)
+            if batch.rules.barred_ids:
+                parts["is_barred"] = batch.field("barred")[mask] > 0
+        on_device: dict[str, Any] = {name: x.to(self.device) for name, x in parts.items()}
+        return Draws(rules=batch.rules, **on_device)
 
     @property
     def _takes_sdpa(self) -> bool:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.forward.logit_rules import FAR_BELOW, apply_rules, ids_as_mask, tokens_before
 from posttrain.models.heads import WithSlopes, score_logits
+from posttrain.types import LogitRules
 
 # Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
@@ -24,7 +26,6 @@ KEPT_ELEMENTS = 1 << 27
 # On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
 LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
-FAR_BELOW = -1e30  # a logit whose probability is 0, and finite: 0 times it is 0
 
 Entropy = Literal["none", "detached", "differentiable"]
 
@@ -74,6 +75,42 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """The way in which the M trained tokens were drawn, if it was not from the model's own distribution.
+
+    sets ``int32 [M, K]``: of the tokens that truncation kept, filled up with -1. rules: with the batch's tokens
+    ``int64 [B, T]``, and row, column (``int64 [M]``) and ``is_barred`` (``bool [M]``) of each trained token.
+    """
+
+    sets: Tensor | None = None
+    rules: LogitRules | None = None
+    tokens: Tensor | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    is_barred: Tensor | None = None
+
+    def per_token(self) -> dict[str, tuple[Tensor, int]]:
+        """Return what each token has of its own, by name, with the filler of further ones."""
+        named = {"sets": (self.sets, -1), "rows": (self.rows, 0), "columns": (self.columns, 0)}
+        named["is_barred"] = (self.is_barred, 0)
+        return {name: (values, filler) for name, (values, filler) in named.items() if values is not None}
+
+    def apply(self, logits: Tensor, own: dict[str, Tensor]) -> Tensor:
+        """Return the logits ``[m, V]`` after the rules; ``own``: of these tokens (``per_token``)."""
+        if self.rules is None:
+            return logits
+        seen: Tensor | None = None
+        if self.rules.repetition_penalty != 1.0:
+            assert self.tokens is not None, "a penalty is of the tokens before"
+            seen = tokens_before(self.tokens[own["rows"]], own["columns"], logits.shape[1])
+        barred: Tensor | None = None
+        if self.rules.barred_ids:
+            ends = ids_as_mask(self.rules.barred_ids, logits.shape[1], logits.device)
+            barred = own["is_barred"].bool()[:, None] & ends
+        return apply_rules(self.rules, logits, seen, barred)
+
+
+@dataclass(frozen=True, slots=True)
 class Distribution:
     """The distribution over the next token, of logits divided by ``temperature``.
 
@@ -86,26 +123,32 @@ class Distribution:
     restricts_targets: bool
 
     def predict(
-        self, states: States, entropy: Entropy, candidates: Tensor | None = None, sets: Tensor | None = None
+        self, states: States, entropy: Entropy, candidates: Tensor | None = None, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``.
 
-        Of tokens with a set in ``sets [num_targets, K]``, filled up with -1, they are over the set.
+        With ``draws`` they are of the distributions from which the tokens were drawn.
         """
-        assert candidates is None or sets is None, "a recipe with both is refused"
-        extra: tuple[Tensor, ...] = ()
-        if candidates is not None:  # M is rounded up
-            extra = (_filled_up(candidates, len(states.targets), 0),)
-        elif sets is not None:
-            extra = (_filled_up(sets, len(states.targets), -1),)
-        is_whole = sets is not None and bool((sets < 0).all(dim=1).any())
+        assert candidates is None or draws is None, "a recipe with both is refused"
+        named: dict[str, tuple[Tensor, int]] = {}
+        is_whole = False  # some tokens have no set
+        if candidates is not None:
+            named["candidates"] = (candidates, 0)
+        elif draws is not None:
+            named = draws.per_token()
+            is_whole = draws.sets is not None and bool((draws.sets < 0).all(dim=1).any())
+        extra = [_filled_up(values, len(states.targets), filler) for values, filler in named.values()]
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            own = dict(zip(named, ids[1:], strict=True))
+            logits = states.project(part)
             per_token: tuple[Tensor | None, ...]
-            if sets is None:
-                per_token = self._score(states.project(part), ids[0], entropy, *ids[1:])
+            if draws is not None:
+                logits = draws.apply(logits, own)
+            if "sets" in own:
+                per_token = self._score_sets(logits, ids[0], own["sets"], entropy, is_whole)
             else:
-                per_token = self._score_sets(states.project(part), ids[0], ids[1], entropy, is_whole)
+                per_token = self._score(logits, ids[0], entropy, own.get("candidates"))
             return tuple(x for x in per_token if x is not None)
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
@@ -167,8 +210,8 @@ class Distribution:
 
 
 def _filled_up(rows: Tensor, count: int, filler: int) -> Tensor:
-    """``[N, K]`` with rows of a filler behind, ``[count, K]``."""
-    return torch.cat([rows, rows.new_full((count - len(rows), rows.shape[1]), filler)])
+    """``[N, ...]`` with a filler behind, ``[count, ...]``; the number of trained tokens is rounded up."""
+    return torch.cat([rows, rows.new_full((count - len(rows), *rows.shape[1:]), filler)])
 
 
 def _in_chunks(

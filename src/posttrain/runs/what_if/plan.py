@@ -174,7 +174,7 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
         for seed in range(num_seeds):
             name = _name_of(change.label, seed, recipes)
             plan.futures.append(Future(name, change.label, seed, list(change.dropped), change.reward))
-            recipes[name] = _with_seed(changed, seed)
+            recipes[name] = changed.with_seed(changed.train.seed + seed)
     if len(plan.futures) > MAX_FUTURES:
         raise UsageError(f"these are {len(plan.futures):,} futures, and at most {MAX_FUTURES:,} are played. Give fewer")
     if num_seeds > 1:
@@ -405,13 +405,6 @@ def _check_seeds(plan: WhatIfPlan, changes: Sequence[Change], model: ModelSectio
     for change in changes:
         if any(key == "train.seed" for key, _ in change.overrides):
             raise UsageError(f"{change.label}: --seeds gives seeds of its own. Give one of the two")
-
-
-def _with_seed(recipe: Recipe, seed: int) -> Recipe:
-    """Return the recipe with the seed of the run and so much more."""
-    if not seed:
-        return recipe
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": recipe.train.seed + seed})})
 
 
 def _name_of(label: str, seed: int, taken: Mapping[str, object]) -> str:

@@ -153,8 +153,8 @@ def _play_seeds(
     if future.seed:
         updates = recipe.train.updates_per_batch
         first = min(plan.end, plan.at + updates - plan.at % updates)
-        train = recipe.train.model_copy(update={"seed": recipe.train.seed - future.seed})
-        step = play(run, recipe.model_copy(update={"train": train}), checkpoint, first, intervention, should_stop)
+        began = recipe.with_seed(recipe.train.seed - future.seed)
+        step = play(run, began, checkpoint, first, intervention, should_stop)
         if step < first:
             return step
         checkpoint = load_from(run, first)

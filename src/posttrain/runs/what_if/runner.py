@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from posttrain.activity import phase
 from posttrain.errors import DataError, RunConflict, UsageError
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.registry import SESSION
+from posttrain.registry import session_functions
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, new_status
 from posttrain.runs.what_if.plan import START, Future, Planned, WhatIfPlan, explain_change, future_folder, write_plan
@@ -61,7 +60,7 @@ def choose_jobs(planned: Planned, jobs: int | None) -> int:
         UsageError: several are asked for, and a function of this session is in none of them.
     """
     recipe = planned.recipe
-    own = sorted(set(re.findall(rf"{SESSION}:\w+", recipe.to_yaml())))
+    own = session_functions(recipe.to_yaml())
     if own and jobs is not None and jobs > 1:
         raise UsageError(
             f"jobs: {', '.join(own)} is a function of this session, which no other process has. Give jobs=1"

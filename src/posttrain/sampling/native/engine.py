@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posttrain.sampling.native.reference_path import PlainSchedule
+    from posttrain.sampling.stop_texts import StopFinder
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
@@ -57,7 +58,7 @@ PATHS: dict[Path, str] = {
 _OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
 
 
-@register("engine", keeps_sets=True)
+@register("engine", keeps_sets=True, applies_rules=True)
 def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -70,6 +71,7 @@ def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1
     """
     engine = NativeEngine(model, slots=slots)
     engine.num_tokens = num_tokens_of(tokenizer)
+    engine.tokenizer = tokenizer
     return engine
 
 
@@ -83,6 +85,7 @@ class NativeEngine(Engine):
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
         self._can_record = True  # decode steps, on a GPU
+        self.tokenizer: Any = None  # for texts that end an answer
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
 
     @property
@@ -197,12 +200,22 @@ class NativeEngine(Engine):
                 f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; the others are "
                 "never sampled"
             )
+        stop_texts: StopFinder | None = None
+        if sampling.stop:
+            from posttrain.sampling.stop_texts import StopFinder
+
+            assert self.tokenizer is not None, "an engine that knows texts has a tokenizer"
+            stop_texts = StopFinder(self.tokenizer, sampling.stop)
         if path in _OWN_FORWARD:
             from posttrain.sampling.native.reference_path import PlainSchedule
 
-            return PlainSchedule(self.model, prompts, rows, sampling, slots, is_cached=path == "plain")
+            return PlainSchedule(
+                self.model, prompts, rows, sampling, slots, is_cached=path == "plain", stop_texts=stop_texts
+            )
         decoder = self._bind(path, shapes, reach or _reach(prompts, rows))
-        work = Schedule(decoder, prompts, rows, sampling, slots, respondent, self.vocab_size, limit=reach)
+        work = Schedule(
+            decoder, prompts, rows, sampling, slots, respondent, self.vocab_size, limit=reach, stop_texts=stop_texts
+        )
         if reach is not None:
             work.longest_burst = 1 if decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS
         if isinstance(decoder, FastDecoder) and decoder.device.type == "cuda" and self._can_record:

@@ -21,10 +21,12 @@ from transformers.cache_utils import Cache
 
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import causal_lm
+from posttrain.models.forward.logit_rules import apply_rules, ids_as_mask
 from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.cache import LayerShape, Prefix, SlotCache, pad_right
 from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
+from posttrain.sampling.stop_texts import StopFinder
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
 
@@ -167,7 +169,9 @@ class PlainSchedule:
         num_slots: int,
         *,
         is_cached: bool,
+        stop_texts: StopFinder | None = None,
     ) -> None:
+        self.stop_texts = stop_texts
         self.model, self.prompts, self.sampling = model, prompts, sampling
         self.num_slots, self.is_cached = num_slots, is_cached
         self.waiting = sorted(rows, key=lambda row: len(prompts[row.prompt]))
@@ -187,7 +191,7 @@ class PlainSchedule:
             length = len(self.prompts[self.waiting[0].prompt])
             rows = [row for row in self.waiting[: self.num_slots] if len(self.prompts[row.prompt]) == length]
             del self.waiting[: len(rows)]
-            self.batch = _steps_of_batch(self.model, self.prompts, rows, self.sampling, self.is_cached)
+            self.batch = _steps_of_batch(self.model, self.prompts, rows, self.sampling, self.is_cached, self.stop_texts)
         try:
             next(self.batch)
         except StopIteration:
@@ -205,6 +209,7 @@ def _steps_of_batch(
     batch: list[Conversation],
     sampling: Sampling,
     is_cached: bool,
+    stop_texts: StopFinder | None,
 ) -> Iterator[None]:
     """Complete the rows, a token of each between two yields."""
     device = model.get_input_embeddings().weight.device
@@ -213,17 +218,24 @@ def _steps_of_batch(
     state = PlainRows(model, tokens, [order.index(row.prompt) for row in batch], is_cached=is_cached)
     width = max(row.limit for row in batch)
     table = torch.from_numpy(uniforms([row.key for row in batch], width)) if sampling.temperature > 0 else None
+    rules = sampling.rules
     places = list(range(len(batch)))  # of the rows in the batch, in ``batch``
     for step in range(width):
         uniform = None if table is None else table[places, step, None]
         if uniform is not None and device.type != "mps":
             uniform = uniform.to(device)
         sets: DrawnSets | None = None
+        logits = state.logits
+        if rules is not None:
+            barred: Tensor | None = None
+            if rules.barred_ids and step < sampling.min_tokens:
+                barred = ids_as_mask(rules.barred_ids, logits.shape[1], device).expand_as(logits)
+            logits = apply_rules(rules, logits, _seen(prompts, [batch[place] for place in places], logits), barred)
         if sampling.keeps_sets and uniform is not None:
-            ids, probabilities, kept = draw_kept(state.logits, uniform, sampling)
+            ids, probabilities, kept = draw_kept(logits, uniform, sampling)
             sets = DrawnSets(kept[None])
         else:
-            ids, probabilities = draw(state.logits, uniform, sampling)
+            ids, probabilities = draw(logits, uniform, sampling)
         drawn = zip(places, ids.tolist(), probabilities.log().tolist(), strict=True)
         for r, (place, token, logprob) in enumerate(drawn):
             row = batch[place]
@@ -232,7 +244,8 @@ def _steps_of_batch(
             row.ids.append(token)
             row.logprobs.append(logprob)
             is_last = step + 1 >= row.limit
-            row.finish = "stop" if token in sampling.stop_ids else "length" if is_last else None
+            is_end = token in sampling.stop_ids or (stop_texts is not None and stop_texts.ends(row.turn))
+            row.finish = "stop" if is_end else "length" if is_last else None
         yield
         alive = [r for r, place in enumerate(places) if batch[place].finish is None]
         if not alive:
@@ -242,6 +255,14 @@ def _steps_of_batch(
             state.keep(kept)
             ids, places = ids[kept], [places[r] for r in alive]
         state.feed(ids[:, None])
+
+
+def _seen(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], like: Tensor) -> Tensor:
+    """``bool [R, V]``: the tokens that each row has, its prompt's too."""
+    seen = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    for r, row in enumerate(rows):
+        seen[r, torch.tensor([*prompts[row.prompt], *row.ids], device=like.device)] = True
+    return seen
 
 
 def decode_plainly(model: PreTrainedModel, rows: list[list[int]], steps: int, *, is_cached: bool) -> list[Tensor]:

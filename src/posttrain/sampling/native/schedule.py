@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import RunFailure
+from posttrain.models.forward.logit_rules import apply_rules, ids_as_mask
 from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Respondent, Sampling, check_ids, turn_key
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.sampling.native.recorded import RecordedSteps
 from posttrain.sampling.native.sampler import DrawnSets, draw, draw_kept
+from posttrain.sampling.stop_texts import StopFinder
 from posttrain.types import Finish, with_float64
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
@@ -63,6 +65,7 @@ class Schedule:
         num_slots: rows in flight at most.
         respondent: answers what ends with a stop id, with ids below ``vocab_size``. None: completions of one turn.
         limit: the largest number of tokens of a row that may join later; None if none will.
+        stop_texts: of ``sampling.stop``.
 
     A row whose ``finish`` the caller sets between two steps leaves the batch, or never enters it.
     """
@@ -77,7 +80,9 @@ class Schedule:
         respondent: Respondent | None = None,
         vocab_size: int | None = None,
         limit: int | None = None,
+        stop_texts: StopFinder | None = None,
     ) -> None:
+        self.stop_texts = stop_texts
         self.decoder, self.prompts, self.sampling = decoder, list(prompts), sampling
         self.respondent, self.vocab_size = respondent, vocab_size
         self.waiting = deque(rows)
@@ -106,6 +111,19 @@ class Schedule:
         if respondent is not None:
             self.forced_ids = torch.full((num_slots, limit), -1, dtype=torch.long, device=device)
             self.per_slot.append(self.forced_ids)
+        self.rules = sampling.rules
+        # The ids of a reply that come before the model's own in its turn; the tokens of each row so far.
+        self.num_said = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.per_slot.append(self.num_said)
+        self.seen: Tensor | None = None
+        if self.rules is not None and self.rules.repetition_penalty != 1.0:
+            assert vocab_size is not None, "a penalty is of the tokens of a vocabulary"
+            self.seen = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
+            self.per_slot.append(self.seen)
+        self.ends: Tensor | None = None  # the ids that ``min_tokens`` bars
+        if self.rules is not None and self.rules.barred_ids:
+            assert vocab_size is not None, "stop ids are of a vocabulary"
+            self.ends = ids_as_mask(self.rules.barred_ids, vocab_size, device)
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         shared = SharedPrefixes(decoder.shapes, num_slots, device) if share else None
         size = (0 if share else max(map(len, prompts))) + min(limit, FIRST_COLUMNS) + 1
@@ -154,7 +172,7 @@ class Schedule:
         nearest = int(self.remaining[: len(self.batch)].min())
         if self.respondent is not None:
             return 1
-        if not self.sampling.stop_ids:
+        if not self.sampling.stop_ids and self.stop_texts is None:
             return min(nearest, self.longest_burst)
         return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
 
@@ -185,6 +203,13 @@ class Schedule:
         rows, uniform, forced_ids = len(drawn), None, self.forced_ids
         if self.draws is not None:
             uniform = self.draws[:rows].gather(1, drawn[:, None].to(self.draws.device))
+        if self.rules is not None:
+            barred: Tensor | None = None
+            if self.ends is not None:
+                is_early = drawn - self.num_said[:rows] < self.sampling.min_tokens
+                barred = is_early[:, None] & self.ends
+            seen = None if self.seen is None else self.seen[:rows]
+            logits = apply_rules(self.rules, logits, seen, barred)
         kept: Tensor | None = None
         if self.sampling.keeps_sets and uniform is not None:
             tokens, probability, kept = draw_kept(logits, uniform, self.sampling)
@@ -193,6 +218,8 @@ class Schedule:
         if forced_ids is not None:
             forced = forced_ids[:rows].gather(1, drawn[:, None])[:, 0]
             tokens = torch.where(forced < 0, tokens, forced)
+        if self.seen is not None:
+            self.seen[:rows].scatter_(1, tokens[:, None], True)
         return tokens, probability, kept
 
     def _collect(self, drawn: DrawnSteps) -> None:
@@ -227,7 +254,7 @@ class Schedule:
             row.logprobs.append(step_logprobs[r])
             if drawn.sets is not None:
                 drawn.sets.append_to(row, step, r)
-            if step_ids[r] in stop_ids:
+            if step_ids[r] in stop_ids or (self.stop_texts is not None and self.stop_texts.ends(row.turn)):
                 return "stop"
         return "length" if self.remaining[r] <= 0 else None
 
@@ -248,6 +275,7 @@ class Schedule:
             return
         count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
         self.unsaid[r] = count
+        self.num_said[r] = count
         self.remaining[r] = count + room
         self.forced_ids[r].fill_(-1)
         self.forced_ids[r, :count] = torch.tensor(reply.ids, dtype=torch.long)
@@ -332,6 +360,11 @@ class Schedule:
         turn_limit = None if self.respondent is None else self.sampling.max_turn_tokens
         self.remaining[slots] = [row.room(turn_limit) for row in rows]
         self.unsaid[slots] = 0
+        self.num_said[slots] = 0
+        if self.seen is not None:
+            self.seen[slots] = False
+            for slot, row in enumerate(rows, slots.start):
+                self.seen[slot, torch.tensor(list(self.prompts[row.prompt]), device=self.decoder.device)] = True
         lasts = [self.prompts[row.prompt][-1] for row in rows]
         positions = [len(self.prompts[row.prompt]) - 1 for row in rows]
         self._seat(slots, lasts, positions)

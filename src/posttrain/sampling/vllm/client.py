@@ -2,7 +2,8 @@
 
 The server is another process, often on another device or machine; the package ``vllm`` is not imported here. Two
 endpoints of its OpenAI-compatible HTTP interface are used: ``/v1/models`` and ``/v1/completions``, which gives token
-ids back (``return_token_ids``, vLLM 0.10.2 and later).
+ids back (``return_token_ids``, vLLM 0.10.2 and later). The sets that truncation kept come from
+``/inference/v1/generate`` (``sampling_mask``, vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from posttrain.activity import phase
 from posttrain.errors import RunFailure, UsageError
 from posttrain.option_types import key_for
 from posttrain.sampling.base import (
+    MOST_KEPT,
     UNLIMITED_CONTEXT,
     Engine,
     Groups,
@@ -37,7 +39,7 @@ from posttrain.sampling.http import (
     Unreadable,
     all_of,
 )
-from posttrain.types import Completion, Finish
+from posttrain.types import Completion, Finish, KeptSets
 from posttrain.untrusted import describe_fault
 
 Result = TypeVar("Result")
@@ -48,6 +50,11 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 LOWEST_BIAS = -100.0  # that vLLM takes
 MAX_LOGPROB = 1e-3  # rounding included
+GENERATE = "/inference/v1/generate"
+MASKED = (
+    "The sets that top_k, top_p and min_p keep come from vLLM 0.32 and later: start it with --return-sampling-mask "
+    "--enable-scale-out --logprobs-mode processed_logprobs"
+)
 
 
 class VllmEngine(Engine):
@@ -59,6 +66,8 @@ class VllmEngine(Engine):
         vocab_size: ids of the model; None: not known.
         wanted: names under which the server may have the model, best first; none: its only one.
         where: the key of the engine in the recipe, for messages.
+        sampling_mask: the server returns the sets that truncation kept; it takes no greedy request, and none without
+            ``top_k``.
     """
 
     def __init__(
@@ -72,8 +81,10 @@ class VllmEngine(Engine):
         concurrency: int = 64,
         retries: int = 3,
         where: str = "engine",
+        sampling_mask: bool = False,
     ) -> None:
         self.where = where
+        self.sampling_mask = sampling_mask
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.wanted = tuple(wanted)
@@ -142,7 +153,7 @@ class VllmEngine(Engine):
             prompt = tuple(map(int, prompts[i]))
             seed = key % (1 << 63)  # vLLM takes 63 bits
             limit = min(sampling.max_tokens, context - len(prompt))
-            request = VllmRequest(served.name, prompt, limit, sampling, seed, logprobs, unused)
+            request = self._request(served.name, prompt, limit, sampling, seed, logprobs, unused)
             completion = await self._complete(request, f"prompt {i}")
             sampled.num_done += 1
             return completion
@@ -151,6 +162,21 @@ class VllmEngine(Engine):
             places = [(i, key) for i, row in enumerate(keys) for key in row]
             completions = iter(await all_of(complete, places))
         return [[next(completions) for _ in row] for row in keys]
+
+    def _request(
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        limit: int,
+        sampling: Sampling,
+        seed: int,
+        logprobs: bool = True,
+        unused: range = range(0),
+    ) -> VllmRequest:
+        most: int | None = None
+        if self.sampling_mask:
+            most = self.vocab_size or UNLIMITED_CONTEXT - 1
+        return VllmRequest(model, prompt, limit, sampling, seed, logprobs, unused, most)
 
     def _unused(self) -> range:
         """Return the model's ids without a text in the tokenizer: embeddings are often padded."""
@@ -193,39 +219,48 @@ class VllmEngine(Engine):
     async def _gives_logprobs(self, served: ServedModel, prompt: Sequence[int], sampling: Sampling) -> bool:
         """Return False for truncated sampling; refuse it in training, and a server that ignores the temperature."""
         base = self.server.base
-        if sampling.temperature == 0:
-            return True
-        if sampling.top_k is not None or sampling.top_p < 1:
+        if sampling.temperature == 0:  # a server with masks answers it as a draw from one token
+            return not self.sampling_mask
+        if sampling.is_truncated and not sampling.keeps_sets:
             if self.where != "rollout.engine":
                 return False
             raise UsageError(
-                f"{base}: at top_k {sampling.top_k}, top_p {sampling.top_p:g} vLLM has no log-probabilities of the "
-                "whole distribution; leave rollout.top_k and rollout.top_p out, or sample with the native engine"
+                f"{base}: at top_k {sampling.top_k}, top_p {sampling.top_p:g}, min_p {sampling.min_p:g} vLLM has no "
+                "log-probabilities of the whole distribution; leave rollout.top_k, rollout.top_p and rollout.min_p "
+                "out, or sample with the native engine"
             )
-        if sampling.temperature != 1 and not self._is_processed:
+        is_changed = sampling.temperature != 1 or sampling.rules is not None or sampling.keeps_sets
+        if is_changed and not self._is_processed:
             # With one token to draw from, processed log-probabilities are 0. Hardly any model is certain of these
             # tokens after a single id.
             limit = min(MODE_TOKENS, (served.context or UNLIMITED_CONTEXT) - 1)
             only_one = Sampling(limit, temperature=1.0, top_k=1)
-            request = VllmRequest(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
+            request = self._request(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
             completion = await self._complete(request, "the first prompt")
             if any(value != 0 for value in completion.logprobs):
                 raise UsageError(
-                    f"{base}: this server's log-probabilities are not those at temperature {sampling.temperature:g}; "
-                    "start it with --logprobs-mode processed_logprobs"
+                    f"{base}: this server's log-probabilities are not those of the distribution that it draws from (at "
+                    f"temperature {sampling.temperature:g}); start it with --logprobs-mode processed_logprobs"
                 )
             self._is_processed = True
         return True
 
     async def _complete(self, request: VllmRequest, what: str) -> Completion:
+        if request.sampling.keeps_sets:
+            reader = partial(read_generated, request=request, vocab_size=self.vocab_size)
+            return await self._ask(request.tokens_body(), reader, what, GENERATE)
         read = partial(read_completion, request=request, vocab_size=self.vocab_size)
         return await self._ask(request.body(), read, what)
 
-    async def _ask(self, body: dict[str, Any], read: Callable[[Any], Result], what: str) -> Result:
+    async def _ask(
+        self, body: dict[str, Any], read: Callable[[Any], Result], what: str, path: str = "/v1/completions"
+    ) -> Result:
         base = self.server.base
         try:
-            return await self.server.ask("POST", "/v1/completions", body, read=read)
+            return await self.server.ask("POST", path, body, read=read)
         except RequestRefused as error:
+            if path == GENERATE and error.status == 404:
+                raise UsageError(f"{base}: this server has no {GENERATE}. {MASKED}") from None
             raise UsageError(f"{base}: {what} was refused: {_explain(error)}") from None
         except Unanswered as error:
             raise RunFailure(f"{base}: no completion of {what}: {error}") from None
@@ -250,7 +285,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn."""
+    """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn.
+
+    ``most``: of a server that returns masks, the ids of its model; every request must then name a ``top_k``.
+    """
 
     model: str
     prompt: tuple[int, ...]
@@ -259,6 +297,15 @@ class VllmRequest:
     seed: int
     logprobs: bool = True
     unused: range = range(0)
+    most: int | None = None
+
+    def tokens_body(self) -> dict[str, Any]:
+        """Return the JSON of ``POST /inference/v1/generate``, which has the options of ``body``."""
+        options = self.body()
+        for key in ("model", "prompt", "return_token_ids", "return_tokens_as_token_ids"):
+            options.pop(key, None)
+        named = {"model": self.model, "token_ids": list(self.prompt), "return_token_ids": True}
+        return named | {"sampling_params": options}
 
     def body(self) -> dict[str, Any]:
         """Return the JSON of ``POST /v1/completions``.
@@ -266,21 +313,32 @@ class VllmRequest:
         It has every option that a model's ``generation_config.json`` could set on the server, so that none comes from
         there. Only ``stop_ids`` end a completion, not the server's own end token.
         """
+        temperature = self.sampling.temperature
         top_p = 1.0
+        min_p = 0.0
         top_k = -1
-        if self.sampling.temperature != 0:  # not greedy
+        if temperature != 0:  # not greedy
             top_p = self.sampling.top_p
+            min_p = self.sampling.min_p
             if self.sampling.top_k is not None:
                 top_k = self.sampling.top_k
+        if self.most is not None and temperature == 0:
+            temperature = 1.0
+            top_k = 1
+        elif self.most is not None and top_k < 0:
+            top_k = self.most
+            if self.sampling.keeps_sets:
+                top_k = min(MOST_KEPT, self.most)
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(self.prompt),
             "max_tokens": self.limit,
-            "temperature": self.sampling.temperature,
+            "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
+            "min_p": min_p,
+            "min_tokens": self.sampling.min_tokens,
+            "repetition_penalty": self.sampling.repetition_penalty,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": self.seed,
@@ -289,6 +347,9 @@ class VllmRequest:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
+        if self.sampling.stop:
+            body["stop"] = list(self.sampling.stop)
+            body["include_stop_str_in_output"] = True
         if self.logprobs:
             body["logprobs"] = 0
             body["return_tokens_as_token_ids"] = True
@@ -315,9 +376,32 @@ class _Logprobs(BaseModel, strict=True):
 
 class _Choice(BaseModel, strict=True):
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     token_ids: list[NonNegativeInt]  # empty where the server gave a request up
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
+
+
+class _TokenLogprob(BaseModel, strict=True):
+    token_id: int
+    logprob: Annotated[float, Field(ge=-sys.float_info.max, le=MAX_LOGPROB)]
+
+
+class _TokenLogprobs(BaseModel, strict=True):
+    content: list[_TokenLogprob]
+
+
+class _TokensChoice(BaseModel, strict=True):
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[NonNegativeInt]
+    logprobs: _TokenLogprobs | None = None
+    sampling_mask: list[list[NonNegativeInt]] | None = None
+
+
+class _Generated(BaseModel):
+    choices: Annotated[list[_TokensChoice], Field(min_length=1, max_length=1)]
+    prompt_token_ids: list[int] | None = None
 
 
 class _Completions(BaseModel):
@@ -375,18 +459,61 @@ def read_completion(answer: object, request: VllmRequest, vocab_size: int | None
         Interrupted: the server gave the request up.
     """
     (choice,) = _Completions.model_validate(answer).choices
+    ids, ended = _read_ids(choice, choice.prompt_token_ids, request, vocab_size)
+    if not request.logprobs:
+        return Completion(ids, (math.nan,) * len(ids), ended)
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.tokens != [f"token_id:{token}" for token in ids]:
+        raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
+    if len(logprobs.token_logprobs) != len(ids):
+        raise Unreadable(f"{len(logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
+    return Completion(ids, tuple(min(value, 0.0) for value in logprobs.token_logprobs), ended)
+
+
+def read_generated(answer: object, request: VllmRequest, vocab_size: int | None) -> Completion:
+    """Return the completion of an answer of ``/inference/v1/generate`` with its kept sets, compared with the request.
+
+    Raises:
+        ValidationError: not such an answer.
+        UsageError: the server returns no sets.
+        Unreadable: ids, log-probabilities or sets are missing, or do not fit one another.
+        Interrupted: the server gave the request up.
+    """
+    read = _Generated.model_validate(answer)
+    (choice,) = read.choices
+    ids, ended = _read_ids(choice, read.prompt_token_ids, request, vocab_size)
+    if choice.sampling_mask is None:
+        raise UsageError(f"the vLLM server returned no sampling_mask. {MASKED}")
+    if choice.logprobs is None or [one.token_id for one in choice.logprobs.content] != list(ids):
+        raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
+    most = min(request.sampling.top_k or MOST_KEPT, MOST_KEPT)
+    sets = [sorted(members) for members in choice.sampling_mask]
+    if len(sets) != len(ids) or any(token not in members for token, members in zip(ids, sets, strict=False)):
+        raise Unreadable(f"{len(sets)} sets of kept tokens for {len(ids)} tokens, or a token outside of its set")
+    if any(len(set(members)) != len(members) or len(members) > most for members in sets):
+        raise Unreadable(f"a set of kept tokens with one token twice, or with more than {most}")
+    flat = [token for members in sets for token in members]
+    check_vocabulary(flat, vocab_size)
+    kept = KeptSets.of_counts(flat, map(len, sets))
+    logprobs = tuple(min(one.logprob, 0.0) for one in choice.logprobs.content)
+    return Completion(ids, logprobs, ended, kept=kept)
+
+
+def _read_ids(
+    choice: _Choice | _TokensChoice, read: Sequence[int] | None, request: VllmRequest, vocab_size: int | None
+) -> tuple[tuple[int, ...], Finish]:
+    """Return the ids of an answer, and how it ended; ``read``: the prompt as the server read it."""
     if choice.finish_reason not in ("stop", "length"):
         raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
     ids = tuple(choice.token_ids)
     stops = request.sampling.stop_ids
-    read = choice.prompt_token_ids
     if not ids:
         raise Unreadable("no token ids; they come with vLLM 0.10.2 and later (return_token_ids)")
     check_vocabulary(ids, vocab_size)
     if read is not None and tuple(read) != request.prompt:
         raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
     ended: Finish = "length"
-    if ids[-1] in stops:
+    if ids[-1] in stops or (choice.finish_reason == "stop" and choice.stop_reason in request.sampling.stop):
         ended = "stop"
     if ended == "length" and (choice.finish_reason == "stop" or len(ids) != request.limit):
         raise Unreadable(
@@ -396,14 +523,7 @@ def read_completion(answer: object, request: VllmRequest, vocab_size: int | None
         )
     if stops & set(ids[:-1]):
         raise Unreadable("a completion that goes on after a stop id")
-    if not request.logprobs:
-        return Completion(ids, (math.nan,) * len(ids), ended)
-    logprobs = choice.logprobs
-    if logprobs is None or logprobs.tokens != [f"token_id:{token}" for token in ids]:
-        raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
-    if len(logprobs.token_logprobs) != len(ids):
-        raise Unreadable(f"{len(logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
-    return Completion(ids, tuple(min(value, 0.0) for value in logprobs.token_logprobs), ended)
+    return ids, ended
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:

@@ -13,7 +13,7 @@ from posttrain.sampling.base import Engine
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-@register("engine", needs_model=False, takes_weights=True)
+@register("engine", needs_model=False, takes_weights=True, keeps_sets="sampling_mask", applies_rules=True)
 def vllm(
     model: object,
     tokenizer: object,
@@ -31,11 +31,13 @@ def vllm(
     dtype: Dtype = "fp32",
     max_model_len: int | None = None,
     enforce_eager: bool = False,
+    sampling_mask: bool = False,
 ) -> Engine:
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
     In an evaluation the server keeps the weights that it was started with (``posttrain serve-command``); one of others
-    is refused. With ``top_k`` or ``top_p`` it has no log-probabilities (NaN), and training is refused.
+    is refused. With ``top_k``, ``top_p`` or ``min_p`` it has no log-probabilities (NaN); training with them needs
+    ``sampling_mask``.
 
     In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else
     by a folder in the memory of this machine. Then both sides score a fixed batch, which ends the run if they
@@ -56,23 +58,18 @@ def vllm(
         dtype: type of the server's weights.
         max_model_len: longest prompt and answer together.
         enforce_eager: compile nothing.
+        sampling_mask: the server returns the kept tokens of each draw (vLLM 0.32, --return-sampling-mask and
+            --enable-scale-out), so that training may truncate. Greedy answers have no log-probabilities then.
     """
-    wanted: tuple[str, ...] = ()
-    if served_name is not None:
-        wanted = (served_name,)
+    wanted = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
-    asking["where"] = where
+    asking.update(where=where, sampling_mask=sampling_mask)
     if model is None:
         return _ask_server(url or DEFAULT_URL, tokenizer, checkpoint, wanted, asking)
     from posttrain.sampling.vllm.following import TrainingVllmEngine  # needs transformers
 
-    own = {
-        "gpus": tuple(gpus or ()),
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "enforce_eager": enforce_eager,
-    }
+    own: dict[str, Any] = {"gpus": tuple(gpus or ()), "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype}
+    own |= {"max_model_len": max_model_len, "enforce_eager": enforce_eager}
     return TrainingVllmEngine(model, tokenizer, url, own, tolerance=tolerance, wanted=wanted, **asking)
 
 

@@ -229,6 +229,8 @@ class TrainingVllmEngine(VllmEngine):
             switches.append("enable-sleep-mode")
         if on_cpu:
             switches.append("no-enable-chunked-prefill")
+        if self.sampling_mask:
+            switches += ["return-sampling-mask", "enable-scale-out"]
         options = self.own | {"port": free_port(), "interpreter": find_interpreter(), "name": SERVED}
         options["transfer"] = "nccl"
         if self.by_files:
@@ -285,7 +287,7 @@ class TrainingVllmEngine(VllmEngine):
             read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
             return await self._ask(body, read, "the probe")
 
-        bodies = probe_bodies(served, size, served.context or UNLIMITED_CONTEXT)
+        bodies = probe_bodies(served, size, served.context or UNLIMITED_CONTEXT, is_masked=self.sampling_mask)
         return await all_of(score, bodies)
 
     def _check_label(self) -> None:
@@ -323,11 +325,18 @@ class ServerScores:
     places: dict[int, dict[int, float]]
 
 
-def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dict[str, Any]]:
-    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
+def probe_bodies(
+    served: ServedModel, vocab_size: int, context: int, *, is_masked: bool = False
+) -> list[dict[str, Any]]:
+    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it).
+
+    A server with masks (``is_masked``) answers nothing greedily: there it is a draw of the whole distribution.
+    """
     lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
     numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
     greedy = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0)
+    if is_masked:
+        greedy = replace(greedy, temperature=1.0, top_k=vocab_size)
     bodies = []
     for i, length in enumerate(lengths):
         prompt = tuple(numbers[i, :length].tolist())

@@ -329,7 +329,7 @@ class UpdateRecords:
     def _score_again(self, draw: TrainBatch, step: int, forward: Forward | ActorCritic) -> dict[str, float]:
         """Score two answers at the temperature of sampling, where the trainer scores at another one."""
         sampling = self.facts.sampling
-        if sampling is None or sampling.at_scored_temperature or draw.batch is None:
+        if sampling is None or sampling.at_scored_temperature or sampling.ignores_rules or draw.batch is None:
             return {}
         if (step - 1) % self.facts.updates:
             return {}

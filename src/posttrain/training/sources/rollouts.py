@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,18 +19,18 @@ from posttrain.algorithms.selection import Place, Units, choose_units
 from posttrain.data.base import Task, num_repeated
 from posttrain.data.render import stop_ids
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
-from posttrain.training.batch_fields import BatchFields, replays_sets
+from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.training.sources.descriptions import describe_choice, describe_rollouts
 from posttrain.training.sources.prompts import Prompts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import LEFT_OUT, Batch, Rollout, Sample, Tokenizer, collate
+from posttrain.types import LEFT_OUT, Batch, LogitRules, Rollout, Sample, Tokenizer, collate
 
 if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
@@ -117,6 +116,7 @@ class RolloutSource(Source):
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
         self.sampling = self._build_sampling()
+        self.rules = self._followed_rules()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
 
@@ -132,7 +132,16 @@ class RolloutSource(Source):
             max_turn_tokens=self.options.max_turn_tokens,
             min_p=self.options.min_p,
             keeps_sets=replays_sets(self.options, self.batch_fields.needs),
+            min_tokens=self.options.min_tokens,
+            repetition_penalty=self.options.repetition_penalty,
+            stop=tuple(self.options.stop),
         )
+
+    def _followed_rules(self) -> LogitRules | None:
+        """Return the rules of sampling under which log-probabilities are."""
+        if not follows_rules(self.options, self.batch_fields.needs):
+            return None
+        return self.sampling.rules
 
     def __call__(self, step: int) -> TrainBatch:
         """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
@@ -179,6 +188,7 @@ class RolloutSource(Source):
             return
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
+            self._batch.rules = self.rules
         except (ValueError, KeyError) as error:
             what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
@@ -248,7 +258,7 @@ class RolloutSource(Source):
                 batch = self._without_truncated(batch, rows, set(trained))
         if batch is None:
             self._warnings.setdefault(_why_empty(chosen, units), False)
-        metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
+        metrics |= describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
@@ -422,11 +432,15 @@ class RolloutSource(Source):
                 rollout = groups[n][g]
                 row_fields |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
                 sample = _sample_of(rollout, n)
+                if self.rules is not None and self.rules.barred_ids:
+                    sample.fields["barred"] = _barred(sample.mask, self.options.min_tokens)
                 if rollout.advantage is not None:
                     sample.fields["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
                 sample.fields |= {name: x for name, x in row_fields.items() if name in needs}
                 samples.append(sample)
-        return collate(samples, rows_per_unit=self.rows_per_unit)
+        batch = collate(samples, rows_per_unit=self.rows_per_unit)
+        batch.rules = self.rules
+        return batch
 
     def _fill_batch_fields(
         self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor], step: int
@@ -513,6 +527,16 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
     )
 
 
+def _barred(mask: Sequence[bool], min_tokens: int) -> list[float]:
+    """Return 1 at the first ``min_tokens`` tokens of each turn, at which it could not end, else 0."""
+    barred = list[float]()
+    num_own = 0
+    for is_own in mask:
+        num_own = num_own + 1 if is_own else 0
+        barred.append(float(0 < num_own <= min_tokens))
+    return barred
+
+
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
     """Write each completion's advantage (their mean over the tokens, where they differ) to its record."""
     if advantages is None:
@@ -520,81 +544,3 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence
     for group, row in zip(groups, advantages, strict=True):
         for rollout, value in zip(group, row.tolist(), strict=True):
             rollout.advantage = value
-
-
-def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
-    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
-
-    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` are over the answers with a gold answer.
-    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
-    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
-    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
-    ``environment_failures`` ended, or that were ``played_again``.
-    """
-    everything = [r for group in groups for r in group]
-    played = [[r for r in group if not r.has_failed] for group in groups]
-    groups = [group for group in played if group]
-    rollouts = [r for group in groups for r in group]
-    graded = [r for r in rollouts if r.outcome != "ungraded"]
-    correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
-    wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    info = {"reward": fmean(r.reward for r in rollouts)}
-    if graded:
-        info["accuracy"] = len(correct) / len(graded)
-    if format_part:
-        info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
-    info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
-    info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
-    info["uniform_groups"] = fmean(float(len({r.reward for r in g}) == 1) for g in groups)
-    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
-    info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
-    failures = sum(r.outcome in FAILURES for r in rollouts)
-    if failures:
-        info["grading_failures"] = failures / len(rollouts)
-    if correct:
-        info["completion_length_correct"] = fmean(correct)
-    if wrong:
-        info["completion_length_wrong"] = fmean(wrong)
-    return info | _describe_sets(rollouts) | _describe_turns(rollouts, everything)
-
-
-def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of the sets that truncation kept, where answers have them."""
-    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
-    num_drawn = sum(r.completion.num_own for r in rollouts)
-    if not sets or not num_drawn:
-        return {}
-    num_kept = sum(len(kept.ids) for kept in sets)
-    return {"kept_tokens": num_kept / num_drawn, "kept_sets_cut": sum(kept.num_cut for kept in sets) / num_drawn}
-
-
-def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of turns and calls, where there are any."""
-    info: dict[str, float] = {}
-    if any(r.turns for r in played):
-        calls = [call for r in played for turn in r.turns for call in turn.calls]
-        info["num_turns"] = fmean(len(r.turns) for r in played)
-        info["num_calls"] = len(calls) / len(played)
-        info["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
-        for finish in ("out_of_turns", "tool_failed"):
-            info[finish] = fmean(float(r.completion.finish == finish) for r in played)
-    if any(r.failures for r in everything):
-        info["environment_failures"] = fmean(float(r.has_failed) for r in everything)
-        info["played_again"] = fmean(float(bool(r.failures)) for r in everything)
-    return info
-
-
-def _describe_choice(
-    groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
-) -> dict[str, float]:
-    """Return metrics of the selection."""
-    info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
-    advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
-    if len(advantages):
-        info["advantage_mean"] = float(advantages.mean())
-        info["advantage_std"] = float(advantages.std(correction=0))
-        info["advantage_min"] = float(advantages.min())
-        info["advantage_max"] = float(advantages.max())
-    if is_filtered:
-        info["accepted_groups"] = accepted
-    return info

@@ -1,0 +1,352 @@
+"""The endpoints of ``posttrain serve --train``: Tinker's protocol, as the client ``tinker`` 0.38 speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from posttrain.commands.serve.access import error_response
+from posttrain.commands.serve.requests import BadRequest
+from posttrain.commands.serve.tinker import bodies
+from posttrain.commands.serve.tinker.samplers import SampleJob
+from posttrain.commands.serve.tinker.service import Service
+from posttrain.commands.serve.tinker.states import Kind
+from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
+from posttrain.commands.serve.tinker.work import Failed, Promise, RequestResult
+from posttrain.errors import PosttrainError
+
+MAX_JSON_BYTES = 4_000_000
+MAX_ROWS_BYTES = 32_000_000
+CHUNK_BYTES = 4_000_000  # after which the client sends the rest of its rows in another request
+WAIT_SECONDS = 15.0  # for an answer, before the client asks again; it waits for 45 seconds
+API = "/api/v1"
+Make = Callable[[], Callable[[], RequestResult] | SampleJob]
+
+
+class TinkerApi:
+    """The endpoints over a service. ``max_requests``: that the server answers at a time."""
+
+    def __init__(self, service: Service, max_requests: int) -> None:
+        self.service = service
+        self.max_requests = max_requests
+        self._reader = ThreadPoolExecutor(1, "reader")  # reads what may take long, while others are answered
+
+    def application(self) -> Starlette:
+        """Return the endpoints as an ASGI application."""
+        routes = self._routes()
+        known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
+
+        async def respond(request: Request, error: Exception) -> Response:
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=499)
+            if isinstance(error, HTTPException):
+                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
+            if isinstance(error, RecursionError):
+                error = BadRequest("the body is nested too deeply")
+            if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
+                error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
+            return error_response(error)
+
+        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+
+    def _routes(self) -> list[Route]:
+        posts = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "unload_model": self.unload_model,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "load_weights": self.load_weights,
+            "save_weights_for_sampler": self.save_for_sampler,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve,
+            "cancel_future": self.cancel,
+            "weights_info": self.weights_info,
+            "telemetry": self.telemetry,
+        }
+        gets = {
+            "healthz": self.health,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{sampler_id}": self.sampler,
+            "training_runs/{model_id}": self.training_run,
+            "training_runs/{model_id}/checkpoints": self.checkpoints,
+        }
+        routes = [Route(f"{API}/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(f"{API}/{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+        delete = f"{API}/training_runs/{{model_id}}/checkpoints/{{kind}}/{{name}}"
+        return [*routes, Route(delete, self.delete_checkpoint, methods=["DELETE"])]
+
+    async def client_config(self, request: Request) -> Response:
+        """Tell the client how to send: rows one request after the other, uncompressed."""
+        await self._content(request, MAX_JSON_BYTES)
+        return JSONResponse(
+            {
+                "parallel_fwdbwd_chunks": False,
+                "proto_compress_fwdbwd": False,
+                "fwdbwd_max_chunk_bytes_count": CHUNK_BYTES,
+                "custom_loss_server_side": False,
+                "sample_use_retrieve_futures": False,
+                "sample_enable_stuck_detection": False,
+                "sample_max_concurrent_requests": max(1, self.max_requests // 2),
+            }
+        )
+
+    async def dynamic_config(self, request: Request) -> Response:
+        """Tell the client that it may cancel requests for samples."""
+        await self._content(request, MAX_JSON_BYTES)
+        return JSONResponse({"refresh_interval_sec": 3_600, "sample_cancel_enabled": True})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Take what the client reports about itself, and throw it away."""
+        await self._content(request, MAX_JSON_BYTES)
+        return JSONResponse({"status": "accepted"})
+
+    async def health(self, request: Request) -> Response:
+        """Say that the server is there."""
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, request: Request) -> Response:
+        """List the names of the base model."""
+        facts = {"max_context_length": self.service.context, "trainable": True, "sampleable": True}
+        models = [{"model_name": name, **facts} for name in dict.fromkeys(self.service.names)]
+        return JSONResponse({"supported_models": models})
+
+    async def create_session(self, request: Request) -> Response:
+        """Begin a session."""
+        await self._read(request, bodies.CreateSession)
+        return JSONResponse({"type": "create_session", "session_id": self.service.begin_session().id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Note that the client is there."""
+        body, _ = await self._read(request, bodies.OfSession)
+        self.service.session(body.session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        """End a session."""
+        await self._content(request, MAX_JSON_BYTES)
+        self.service.finish_session(request.path_params["session_id"])
+        return JSONResponse({})
+
+    async def create_model(self, request: Request) -> Response:
+        """Create a model with a new adapter, or to train all weights."""
+        body, digest = await self._read(request, bodies.CreateModel)
+        owner = f"session {body.session_id}"
+        return self._promised(owner, body.model_seq_id, digest, lambda: self.service.create_model(body))
+
+    async def get_info(self, request: Request) -> Response:
+        """Describe a model."""
+        body, _ = await self._read(request, bodies.OfModel)
+        note = self.service.model(body.model_id).note
+        data = {"arch": self.service.samplers.base.model.config.model_type, "model_name": note.base_model}
+        info: dict[str, object] = {
+            "type": "get_info",
+            "model_id": body.model_id,
+            "model_name": note.base_model,
+            "model_data": data | {"tokenizer_id": self.service.tokenizer_path},
+            "optimizer_config": {"type": "adamw"},
+            "is_lora": not note.adapter.is_whole,
+            "lora_rank": note.adapter.rank or None,
+        }
+        return JSONResponse(info)
+
+    async def unload_model(self, request: Request) -> Response:
+        """Let go of a model."""
+        body, digest = await self._read(request, bodies.OfModel)
+        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.unload(body))
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Compute a loss over rows, and add its gradients unless only the forward pass is asked for."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise BadRequest("send the body uncompressed, as client/config says", None, "compressed", 415)
+        if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
+            raise BadRequest(f"the body of forward_backward is {PROTOBUF}, not JSON", None, "no_protobuf", 415)
+        content = await self._content(request, MAX_ROWS_BYTES)
+        digest = hashlib.sha256(content).hexdigest()
+
+        def prepare() -> tuple[str, int, Callable[[], RequestResult]]:
+            message = read_loss_request(content)
+            return message.model_id, message.seq_id, self.service.evaluate(message)
+
+        owner, number, work = await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
+        return self._promised(owner, number or None, digest, lambda: work)
+
+    async def optim_step(self, request: Request) -> Response:
+        """Take an optimizer step."""
+        body, digest = await self._read(request, bodies.OptimStep)
+        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.step(body))
+
+    async def save_weights(self, request: Request) -> Response:
+        """Save a state to go on from."""
+        body, digest = await self._read(request, bodies.SaveWeights)
+        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        """Save weights to sample from, under a name or for one sampling session."""
+        body, digest = await self._read(request, bodies.SaveForSampler)
+        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
+
+    async def load_weights(self, request: Request) -> Response:
+        """Load a state, into a model or as a new one."""
+        body, digest = await self._read(request, bodies.LoadWeights)
+        owner = body.model_id or f"session {body.session_id}"
+        number = body.seq_id
+        if body.model_id is None:
+            number = body.model_seq_id
+        return self._promised(owner, number, digest, lambda: self.service.load(body))
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        """Begin to sample from the base model or from saved weights."""
+        body, _ = await self._read(request, bodies.CreateSamplingSession)
+        session = self.service.sample_from(body)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": session.id})
+
+    async def sampler(self, request: Request) -> Response:
+        """Describe a sampling session."""
+        session = self.service.sampling_session(request.path_params["sampler_id"])
+        body = {"sampler_id": session.id, "base_model": session.base_model, "model_path": session.path}
+        return JSONResponse(body)
+
+    async def sample(self, request: Request) -> Response:
+        """Sample answers to a prompt."""
+        body, digest = await self._read(request, bodies.SampleRequest)
+        promise = self._promise(body.sampling_session_id, body.seq_id, digest, lambda: self.service.sample(body))
+        names = [f"{promise.id}:{number}" for number in range(body.num_samples)]
+        return JSONResponse({"request_id": promise.id, "sample_sequence_ids": names})
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return the answer to a request; one that is not there soon is asked for again."""
+        body, _ = await self._read(request, bodies.OfRequest)
+        promise = self.service.promises.find(body.request_id)
+        try:
+            waiting = asyncio.shield(asyncio.wrap_future(promise.done))
+            answer = await asyncio.wait_for(waiting, WAIT_SECONDS)
+        except TimeoutError:
+            return JSONResponse({"type": "try_again", "request_id": promise.id, "queue_state": "active"}, 408)
+        if isinstance(answer, Failed):
+            return JSONResponse(answer.body)
+        if isinstance(answer, bytes):
+            return Response(answer, media_type=PROTOBUF)
+        return JSONResponse(answer)
+
+    async def cancel(self, request: Request) -> Response:
+        """Let go of a request that has not begun."""
+        body, _ = await self._read(request, bodies.OfRequest)
+        promise = self.service.promises.find(body.request_id)
+        if not isinstance(promise.work, SampleJob):
+            raise BadRequest("request_id: requests for samples can be cancelled, and no others", "request_id")
+        promise.is_cancelled = True
+        return JSONResponse({})
+
+    async def weights_info(self, request: Request) -> Response:
+        """Describe a saved state."""
+        body, _ = await self._read(request, bodies.OfPath)
+        note = self.service.states.find(body.tinker_path).note
+        adapter = note.adapter
+        info: dict[str, object] = {"base_model": note.base_model, "is_lora": not adapter.is_whole}
+        if not adapter.is_whole:
+            info["lora_rank"] = adapter.rank
+            info |= adapter.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        return JSONResponse(info)
+
+    async def training_run(self, request: Request) -> Response:
+        """Describe a model, of an earlier server too."""
+        note = self.service.states.read_model(request.path_params["model_id"])
+        states = self._states_of(note.model_id)
+        newest: dict[Kind, dict[str, object]] = dict(states)
+        body = {
+            "training_run_id": note.model_id,
+            "base_model": note.base_model,
+            "model_owner": "local",
+            "is_lora": not note.adapter.is_whole,
+            "lora_rank": note.adapter.rank or None,
+            "last_request_time": _time(note.created),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": {key: str(value) for key, value in note.user_metadata.items()},
+        }
+        return JSONResponse(body)
+
+    async def checkpoints(self, request: Request) -> Response:
+        """List the states of a model."""
+        note = self.service.states.read_model(request.path_params["model_id"])
+        return JSONResponse({"checkpoints": [state for _, state in self._states_of(note.model_id)]})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Delete a saved state."""
+        place = request.path_params
+        path = f"tinker://{place['model_id']}/{place['kind']}/{place['name']}"
+        folder = self.service.states.find(path).folder
+        self.service.states.remove(path)
+        self.service.samplers.forget(folder)
+        return Response(status_code=204)
+
+    def _states_of(self, model_id: str) -> list[tuple[Kind, dict[str, object]]]:
+        described: list[tuple[Kind, dict[str, object]]] = []
+        kinds = {"weights": "training", "sampler_weights": "sampler"}
+        for kind, name, changed in self.service.states.names(model_id):
+            place = f"{kind}/{name}"
+            state: dict[str, object] = {"checkpoint_id": place, "checkpoint_type": kinds[kind], "time": _time(changed)}
+            described.append((kind, state | {"tinker_path": f"tinker://{model_id}/{place}"}))
+        return described
+
+    def _promised(self, owner: str, number: int | None, digest: str, make: Make) -> Response:
+        return JSONResponse({"request_id": self._promise(owner, number, digest, make).id})
+
+    def _promise(self, owner: str, number: int | None, digest: str, make: Make) -> Promise:
+        return self.service.promise(owner, number, digest, make)
+
+    async def _content(self, request: Request, most: int) -> bytes:
+        """Read a body that is not too large.
+
+        Raises:
+            BadRequest: it is.
+        """
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > most:
+                message = f"the body has more than {most:,} bytes; send fewer rows in a request"
+                raise BadRequest(message, code="too_large", status=413)
+        return bytes(content)
+
+    async def _read(self, request: Request, kind: type[bodies.BodyT]) -> tuple[bodies.BodyT, str]:
+        """Return the request in a body, and the digest of the body.
+
+        Raises:
+            BadRequest: it is none.
+        """
+        content = await self._content(request, MAX_JSON_BYTES)
+
+        def parse() -> bodies.BodyT:
+            try:
+                body = json.loads(content)
+            except (ValueError, RecursionError) as error:
+                problem = f"the body is no JSON: {type(error).__name__}: {error}"
+                raise BadRequest(problem, code="no_json") from None
+            return bodies.read_body(kind, body)
+
+        parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+        return parsed, hashlib.sha256(content).hexdigest()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,207 @@
+"""Saved states of a training server: their names in the protocol, their folders, and their notes.
+
+``FOLDER/<model>/model.json`` says what was trained; ``weights/<name>/step-NNNNNN/`` holds a state to go on from, and
+``sampler_weights/<name>/step-NNNNNN/`` weights to sample from. Both are checkpoints as a run has them (the model in
+the Hugging Face layout, manifest with SHA-256), so other commands open them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from posttrain.commands.serve.requests import BadRequest
+from posttrain.errors import CheckpointError
+from posttrain.models.config import read_object
+from posttrain.option_types import Options
+from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
+from posttrain.store.durable import remove_tree, storage_errors, write_json
+from posttrain.training.stepwise.trainee import AdapterChoice
+from posttrain.untrusted import first_fault
+
+Kind = Literal["weights", "sampler_weights"]
+_MODEL = re.compile(r"([0-9a-f]{16}):train:([0-9]{1,9})")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_SHOWN_CHARS = 100
+SHORT_LIVED = ".session-"  # of weights that one sampling session reads, which no name of a client begins with
+
+
+class ModelNote(Options):
+    """``model.json``: the base and the adapter of a model, and what its client noted about it."""
+
+    model_id: str
+    base_model: str
+    base_digest: str
+    adapter: AdapterChoice
+    created: float = Field(ge=0)
+    user_metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class StateNote(Options):
+    """The part of ``state.json`` about a saved state."""
+
+    base_model: str
+    base_digest: str
+    adapter: AdapterChoice
+    has_optimizer: bool
+    step: int = Field(ge=0)
+    user_metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A saved state: its name in the protocol, its folder and its note."""
+
+    path: str
+    folder: Path
+    note: StateNote
+
+
+class StateFolder:
+    """The states of a server below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        with storage_errors("states", self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def remove_short_lived(self, session_id: str = "*") -> None:
+        """Remove the weights that only sampling sessions read: those of all clients, or of one.
+
+        Raises:
+            StorageError: they cannot be removed.
+        """
+        with storage_errors("states", self.root):
+            for left in self.root.glob(f"{session_id}-train-*/sampler_weights/{SHORT_LIVED}*"):
+                remove_tree(left)
+
+    def note_model(self, note: ModelNote) -> None:
+        """Write down what a model is.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        folder = self._folder_of(note.model_id)
+        with storage_errors("model.json", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "model.json", note.model_dump())
+
+    def read_model(self, model_id: str) -> ModelNote:
+        """Return what a model is, or was in an earlier server.
+
+        Raises:
+            BadRequest: there is no such model.
+        """
+        place = self._folder_of(model_id) / "model.json"
+        if not place.is_file():
+            raise no_model(model_id)
+        try:
+            return ModelNote.model_validate(read_object(place))
+        except ValidationError as error:
+            raise CheckpointError(f"{place}: {first_fault(error)}") from None
+
+    def place(self, model_id: str, kind: Kind, name: str) -> Path:
+        """Return the folder of a state by the name that a client gave it.
+
+        Raises:
+            BadRequest: a name that could lead elsewhere.
+        """
+        if not _NAME.fullmatch(name):
+            raise BadRequest(
+                f"path: {_quoted(name)} is no name of a state; it has 1 to 128 letters, digits, '_', '-' or '.', and "
+                "does not begin with '.' or '-'",
+                "path",
+            )
+        return self._folder_of(model_id) / kind / name
+
+    def short_lived(self, model_id: str, number: int) -> Path:
+        """Return the folder of weights that only a sampling session reads."""
+        return self._folder_of(model_id) / "sampler_weights" / f"{SHORT_LIVED}{number}"
+
+    def find(self, path: str) -> SavedState:
+        """Return the state that ``tinker://MODEL/weights/NAME`` names.
+
+        Raises:
+            BadRequest: no such path, or nothing is there.
+            CheckpointError: its note is damaged.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):
+            form = "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
+            raise BadRequest(f"path: {_quoted(path)} is none; a path is {form}", "path")
+        kind: Kind = "weights"
+        if parts[1] == "sampler_weights":
+            kind = "sampler_weights"
+        return self.read(path, self.place(parts[0], kind, parts[2]))
+
+    def read(self, path: str, folder: Path) -> SavedState:
+        """Return the state in a folder.
+
+        Raises:
+            BadRequest: nothing is there.
+            CheckpointError: its note is damaged.
+        """
+        found = None
+        if folder.is_dir() and not folder.is_symlink():
+            found = newest_state(folder)
+        if found is None:
+            raise BadRequest(f"path: nothing is saved as {_quoted(path)}", "path", "not_found", 404)
+        try:
+            note = StateNote.model_validate(found[1].get("served"))
+        except ValidationError as error:
+            raise CheckpointError(f"{folder}: {first_fault(error)}") from None
+        return SavedState(path, folder, note)
+
+    def remove(self, path: str) -> None:
+        """Delete a state.
+
+        Raises:
+            BadRequest: there is none.
+        """
+        state = self.find(path)
+        with storage_errors("a state", state.folder):
+            remove_tree(state.folder)
+
+    def names(self, model_id: str) -> list[tuple[Kind, str, float]]:
+        """Return kind, name and time of each state of a model, the oldest first."""
+        kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
+        found: list[tuple[Kind, str, float]] = []
+        for kind in kinds:
+            for folder in (self._folder_of(model_id) / kind).glob("*"):
+                if _NAME.fullmatch(folder.name) and not folder.is_symlink() and checkpoint_steps(folder):
+                    found.append((kind, folder.name, folder.stat().st_mtime))
+        return sorted(found, key=lambda one: (one[2], one[1]))
+
+    def _folder_of(self, model_id: str) -> Path:
+        match = _MODEL.fullmatch(model_id)
+        if not match:
+            raise no_model(model_id)
+        return self.root / f"{match[1]}-train-{match[2]}"
+
+
+def no_model(model_id: str) -> BadRequest:
+    """Return the refusal of a model that is not there."""
+    return BadRequest(
+        f"model_id: there is no model {_quoted(model_id)} here (a server that ends lets go of its models); create one, "
+        "or go on from a saved state",
+        "model_id",
+        "model_not_found",
+        404,
+    )
+
+
+def _quoted(text: str) -> str:
+    if len(text) > _SHOWN_CHARS:
+        text = f"{text[:_SHOWN_CHARS]}..."
+    return repr(text)

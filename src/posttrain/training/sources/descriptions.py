@@ -1,0 +1,90 @@
+"""Metrics of the answers of a rollout batch, and of the selection among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+from posttrain.algorithms.selection import Units
+from posttrain.graders.grading import FAILURES
+from posttrain.types import Rollout
+
+
+def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
+    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
+
+    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` are over the answers with a gold answer.
+    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
+    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
+    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
+    ``environment_failures`` ended, or that were ``played_again``.
+    """
+    everything = [r for group in groups for r in group]
+    played = [[r for r in group if not r.has_failed] for group in groups]
+    groups = [group for group in played if group]
+    rollouts = [r for group in groups for r in group]
+    graded = [r for r in rollouts if r.outcome != "ungraded"]
+    correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
+    wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
+    info = {"reward": fmean(r.reward for r in rollouts)}
+    if graded:
+        info["accuracy"] = len(correct) / len(graded)
+    if format_part:
+        info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
+    info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
+    info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
+    info["uniform_groups"] = fmean(float(len({r.reward for r in g}) == 1) for g in groups)
+    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
+    info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
+    failures = sum(r.outcome in FAILURES for r in rollouts)
+    if failures:
+        info["grading_failures"] = failures / len(rollouts)
+    if correct:
+        info["completion_length_correct"] = fmean(correct)
+    if wrong:
+        info["completion_length_wrong"] = fmean(wrong)
+    return info | _describe_sets(rollouts) | _describe_turns(rollouts, everything)
+
+
+def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of the sets that truncation kept, where answers have them."""
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    num_drawn = sum(r.completion.num_own for r in rollouts)
+    if not sets or not num_drawn:
+        return {}
+    num_kept = sum(len(kept.ids) for kept in sets)
+    return {"kept_tokens": num_kept / num_drawn, "kept_sets_cut": sum(kept.num_cut for kept in sets) / num_drawn}
+
+
+def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of turns and calls, where there are any."""
+    info: dict[str, float] = {}
+    if any(r.turns for r in played):
+        calls = [call for r in played for turn in r.turns for call in turn.calls]
+        info["num_turns"] = fmean(len(r.turns) for r in played)
+        info["num_calls"] = len(calls) / len(played)
+        info["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
+        for finish in ("out_of_turns", "tool_failed"):
+            info[finish] = fmean(float(r.completion.finish == finish) for r in played)
+    if any(r.failures for r in everything):
+        info["environment_failures"] = fmean(float(r.has_failed) for r in everything)
+        info["played_again"] = fmean(float(bool(r.failures)) for r in everything)
+    return info
+
+
+def describe_choice(
+    groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
+) -> dict[str, float]:
+    """Return metrics of the selection."""
+    info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
+    advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
+    if len(advantages):
+        info["advantage_mean"] = float(advantages.mean())
+        info["advantage_std"] = float(advantages.std(correction=0))
+        info["advantage_min"] = float(advantages.min())
+        info["advantage_max"] = float(advantages.max())
+    if is_filtered:
+        info["accepted_groups"] = accepted
+    return info
