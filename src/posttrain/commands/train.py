@@ -12,8 +12,9 @@ from posttrain.api.training import inert_lines, read_recipe, write_run_summary
 from posttrain.data.base import build_task, eval_components
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
+from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, DataSection, EvalSection, task_components
+from posttrain.recipes.sections import Component, DataSection, task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
