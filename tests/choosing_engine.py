@@ -18,6 +18,12 @@ def choosing(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
     return Choosing(model, [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
 
 
+@register("engine", samples=False)
+def choosing_by_script(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
+    """The same, which says that its answers are no draws from the model."""
+    return choosing(model, tokenizer, texts=texts)
+
+
 SPREAD = 8.0  # a likely text is not the only one that is said
 
 

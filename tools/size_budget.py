@@ -34,8 +34,8 @@ TOKENS: dict[str, int] = {
     "acting": 2_694,
     "algorithms": 13_325,
     "api": 17_645,
-    "balances": 21_747,
-    "commands": 65_959,
+    "balances": 21_814,
+    "commands": 65_965,
     "conformance": 15_274,
     "data": 66_648,
     "evaluation": 30_855,
@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_573,
     "recipes": 11_475,
     "reports": 17_288,
-    "runs": 44_535,
+    "runs": 44_620,
     "sampling": 55_189,
     "store": 17_806,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 66_915,
+    "training": 66_959,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

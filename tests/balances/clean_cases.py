@@ -9,6 +9,20 @@ SHORT = {"max_tokens": 8}
 CUT_OFF = {"max_tokens": 20, "temperature": 1.3, "mask_truncated": True}
 SHARED = {"steps": 4, "ppo_epochs": 2, "num_minibatches": 2}
 LORA = {"adapter": {"rank": 2}}
+TURNS = (" <tool>guess: 4</tool>", " <tool>guess: 2</tool>", " <tool>guess: 6</tool>", " It is <answer> 7 </answer>")
+GAME = {
+    "task": {"name": "episodes", "size": 16},
+    "environment": {"name": "number_guess", "high": 7, "guesses": 3},
+    "rewards": ["environment", {"name": "tool_calls", "weight": -0.01}],
+    "rollout": {
+        "engine": {"name": "choosing_engine:choosing_by_script", "texts": list(TURNS)},
+        "num_prompts": 4,
+        "group_size": 4,
+        "max_tokens": 200,
+        "max_turns": 4,
+        "show_tools": False,
+    },
+}
 JUDGING = {"label_above": 0.25, "group_size": 6, "max_tokens": 8}
 BALANCED = JUDGING | {"select": {"name": "balanced", "threshold": 0.25, "keep": 2}}
 PAIRS = SHORT | {"select": {"name": "right_and_wrong", "threshold": 0.25, "num_pairs": 2}}
@@ -41,6 +55,15 @@ CORRECTIONS = ("token_tis", "sequence_tis", "icepop", "geometric_mask")
 
 def grpo(**changes: Any) -> dict[str, Any]:
     return {"kind": "grpo", **changes}
+
+
+def quantized(bits: int) -> dict[str, Any]:
+    return {"load_bits": bits, **LORA}
+
+
+def game(**changes: Any) -> dict[str, Any]:
+    """Answers of several turns, from a script; what is told between them is not trained."""
+    return grpo(**GAME, **changes)
 
 
 def judged(objective: Any, **changes: Any) -> dict[str, Any]:
@@ -184,6 +207,20 @@ CASES: dict[str, dict[str, Any]] = {
         train={"steps": 6},
     ),
     "all tokens": {"kind": "sft", "data": {"train_on": "all"}},
+    "turns": game(regularize={"kl_coef": 0.1}, train=SHARED),
+    "turns, turn_normalized": game(advantage={"name": "turn_normalized", "gamma": 0.9}),
+    "turns, gae": game(objective="ppo", advantage="gae", train=SHARED),
+    "turns, return_to_go": game(objective="reinforce", advantage="return_to_go", kl_in_reward={"weight": 0.1}),
+    "turns, lora": game(advantage="turn_normalized", model=LORA, train=SHARED),
+    **{
+        f"qlora of {bits} bits": grpo(model=quantized(bits), regularize={"kl_coef": 0.1}, train=SHARED)
+        for bits in (8, 4)
+    },
+    "qlora, trainer's log-probabilities": grpo(model=quantized(4), rollout=SHORT | TRAINER, train=SHARED),
+    "qlora in bf16": grpo(model=quantized(4) | {"dtype": "bf16"}, train=SHARED),
+    "qlora of pairs": judged("dpo", model=quantized(8)),
+    "qlora of demonstrations": {"kind": "sft", "model": quantized(4)},
+    "qlora, ahead of the sampler": grpo(model=quantized(8), rollout=SHORT | {"staleness": 1}, train={"steps": 4}),
     "two rewards": grpo(
         rewards=[{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "xml_format", "weight": -0.3}]
     ),
@@ -210,4 +247,6 @@ FAST = (
     "decay and warm-up",
     "micro-batches of two",
     "mixture",
+    "turns, turn_normalized",
+    "qlora of 4 bits",
 )

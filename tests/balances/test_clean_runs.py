@@ -9,6 +9,7 @@ import pytest
 
 from balanced_runs import read_run
 from balances.clean_cases import CASES, FAST
+from posttrain.untrusted import declare_code
 from small_runs import make_recipe, one_layer_recipe
 
 
@@ -18,7 +19,10 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("name", cases())
 def test_balances_of_a_clean_run_hold(name: str, tmp_path: Path) -> None:
+    declare_code("choosing_engine:choosing_by_script")
     changes = dict(CASES[name])
+    if "load_bits" in changes.get("model", {}):
+        pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
     changes["train"] = {"steps": 3} | changes.get("train", {})
     make = make_recipe if changes.pop("whole", False) else one_layer_recipe
     read = read_run(tmp_path, make(**changes))

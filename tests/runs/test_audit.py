@@ -20,10 +20,11 @@ from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.runs.diagnosis.audit import adam, audit
 from posttrain.runs.diagnosis.findings import RunFinding
+from posttrain.runs.directory import RunDirectory
 from posttrain.training import build, loop, optimizer
 from refusing import refuses
-from runs.test_doctor import changed, trained
-from small_runs import one_layer_recipe
+from runs.test_doctor import changed, status_of, trained
+from small_runs import one_layer_recipe, run
 
 EVERY = {"steps": 3, "save_every": 1, "keep_checkpoints": 9}
 LORA = {"adapter": {"rank": 2}}
@@ -101,6 +102,19 @@ def test_audit_without_a_checkpoint_behind_it_compares_what_was_recorded(tmp_pat
     found = audit.audit_update(folder, 2)
     assert checks(found, "fault") == {}
     assert checks(found, "audit").keys() == {"forward", "loss", "norm", "gradient sample", "step sample"}
+
+
+def test_a_run_that_became_longer_balances_and_its_updates_before_can_be_audited(tmp_path: Path) -> None:
+    """Learning rates that fall to the end are those of the length that the run had."""
+    falling = {"steps": 3, "schedule": "linear", "save_every": 1, "keep_checkpoints": 9}
+    folder = trained(tmp_path / "run", one_layer_recipe("sft", train=falling))
+    longer = one_layer_recipe("sft", train=falling | {"steps": 5})
+    run(folder, longer, resume=True)
+    RunDirectory(folder).write_recipe(longer)
+    RunDirectory(folder).write_status(status_of(5))
+    assert checks(pt.diagnose(folder), "fault") == {}
+    for number in (2, 3, 4):
+        assert checks(audit.audit_update(folder, number), "fault") == {}
 
 
 # --- faults ---
@@ -324,6 +338,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kind": "grpo", "objective": "on_policy_distillation", "teacher": {"name": "tiny"}},
         "objective",
     ),
+    "drawn tokens": ({"kind": "grpo", "objective": "clip_cov"}, "objective"),
+    "a cut vocabulary": ({"kind": "grpo", "rollout": {"top_k": 8}}, "rollout.top_k"),
     "from outside": ({"kind": "grpo", "objective": "small_runs:plain_reinforce"}, "small_runs:plain_reinforce"),
     "dropout": ({"kind": "sft", "model": {"adapter": {"rank": 2, "dropout": 0.1}}}, "dropout"),
 }

@@ -31,7 +31,8 @@ def read_answers(record: StepRecord) -> Iterator[Reading]:
     if not sampling.has_turns:
         yield _ends(record.answers, sampling)
     yield _versions(record, sampling)
-    yield _duplicates(record, sampling)
+    if sampling.draws:
+        yield _duplicates(record, sampling)
     if sampling.replays:
         yield _kept_sets(record.answers, sampling)
     if sampling.penalty is not None and record.before.kl_weight is not None and "kl_weight" in record.measured:

@@ -224,7 +224,8 @@ def _against_others(record: StepRecord, rows: RowSums) -> Iterator[Reading]:
     if (is_fresh and sampling.draws and sampling.at_scored_temperature) or sampling.old_from_trainer:
         yield from _against_old(record, rows, sampling)
     squares = record.measured.get("surprise_squared", 0.0)
-    if is_fresh and squares > 0 and sampling.at_scored_temperature and not sampling.is_cut:
+    is_drawn = is_fresh and sampling.draws and not sampling.is_cut
+    if is_drawn and squares > 0 and sampling.at_scored_temperature:
         yield _drawn(record)
 
 

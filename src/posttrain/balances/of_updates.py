@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from posttrain.balances.record import OptimizerFacts, StepRecord
 LEAST_STEP, LARGEST_STEP = 1e-3, 30.0  # root mean square of a step of a weight, in learning rates
 NUM_EACH = 64  # sampled numbers of a tensor
 NUM_DIRECTIONS = 4
+NUM_STEPS = "steps"  # of the run, as a record of an update has it
 OF_GRADIENTS, OF_STEPS = "gradient_along", "step_along"
 
 
 def read_update(record: StepRecord) -> Iterator[Reading]:
     """Yield the balances of an optimizer step; those of numbers that the record has."""
-    optimizer, measured = record.facts.optimizer, record.measured
+    optimizer, measured = optimizer_of(record), record.measured
     if "leftover" in measured:
         expected = "no gradient left of the update before"
         yield tally("leftover", measured["leftover"], expected, f"{measured['leftover']:g} tensors with one")
@@ -49,6 +50,17 @@ def _moved(steps: float) -> Reading:
         gap = max(LEAST_STEP / steps, steps / LARGEST_STEP)
     expected = f"weights that move by {LEAST_STEP:g} to {LARGEST_STEP:g} learning rates"
     return Reading("moved", gap, 1.0, expected, f"{steps:.2g}")
+
+
+def optimizer_of(record: StepRecord) -> OptimizerFacts | None:
+    """Return the optimizer of an update, whose course of the learning rate is of as many steps as the run had then.
+
+    A run that is resumed may become longer, and its facts are those of the last start.
+    """
+    optimizer = record.facts.optimizer
+    if optimizer is None or NUM_STEPS not in record.measured:
+        return optimizer
+    return replace(optimizer, steps=int(record.measured[NUM_STEPS]))
 
 
 def scheduled_rate(optimizer: OptimizerFacts, step: int) -> float:

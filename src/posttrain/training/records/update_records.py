@@ -13,6 +13,7 @@ from posttrain.balances.advantages import expected_advantages, following_kl_weig
 from posttrain.balances.checks import check_balances
 from posttrain.balances.findings import Imbalance
 from posttrain.balances.of_answers import surprise_of
+from posttrain.balances.of_updates import NUM_STEPS
 from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
 from posttrain.errors import Unbalanced
 from posttrain.models.forward.actor_critic import ActorCritic
@@ -177,6 +178,8 @@ class UpdateRecords:
         if record is None:
             return moved["moved"], []
         measured = {**record.measured, "lr": lr, "grad_norm": norm, **moved}
+        if self.facts.optimizer is not None and self.facts.optimizer.steps is not None:
+            measured[NUM_STEPS] = float(self.facts.optimizer.steps)
         measured = {name: float(f"{x:.{NUM_DIGITS}g}") for name, x in measured.items()}
         of_step = replace(record, rows=None, answers=(), given=(), measured=measured)
         found = check_balances(of_step)

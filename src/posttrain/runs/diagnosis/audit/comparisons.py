@@ -20,6 +20,7 @@ from posttrain.balances.of_updates import (
     along_directions,
     clip_scale,
     distance_along,
+    optimizer_of,
     sampled,
     scheduled_rate,
 )
@@ -93,7 +94,7 @@ class ExpectedStep:
 
 def expected_step(material: AuditMaterial, computed: Recomputed) -> ExpectedStep:
     """Return the update that the recomputed gradient gives."""
-    optimizer = material.record.facts.optimizer
+    optimizer = optimizer_of(material.record)
     assert optimizer is not None, "refused before"
     rate = scheduled_rate(optimizer, material.record.step)
     scale = clip_scale(norm_of(computed.gradients), optimizer.max_grad_norm)

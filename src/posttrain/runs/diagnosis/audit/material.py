@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posttrain.balances.advantages import expected_advantages, own_logprobs
 from posttrain.balances.losses import OF_A_HEAD, OF_DISTRIBUTIONS, formulas_of_losses
+from posttrain.balances.of_updates import NUM_STEPS
 from posttrain.balances.record import SampledAnswer, StepRecord, UpdateFacts
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.errors import UsageError
@@ -27,7 +28,7 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.runs.diagnosis.audit.adam import ratio_of
 from posttrain.runs.diagnosis.audit.gradient import AuditedRows
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.resume import changed_lines
+from posttrain.runs.resume import changed_lines, hard_changes
 from posttrain.runs.what_if.plan import read_own_recipe
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.rollouts import RolloutStore
@@ -37,8 +38,8 @@ from posttrain.training.sources.stored import read_batch
 from posttrain.untrusted import kind_of_file
 
 READ_NO_ADVANTAGE = ("cross_entropy", "dft")
-# Read a teacher, or answers to other prompts, of which a run keeps nothing.
-READ_MORE = frozenset({"kto", "on_policy_distillation"})
+# Read a teacher, answers to other prompts, or tokens drawn at random, of which a run keeps nothing.
+READ_MORE = frozenset({"kto", "on_policy_distillation", "clip_cov", "kl_cov"})
 NUM_STEPS_SHOWN = 12
 
 
@@ -73,7 +74,7 @@ def open_material(folder: Path, step: int) -> AuditMaterial:
     facts = _read_facts(folder)
     _refuse_kind(recipe, facts, step)
     record = _record_of(folder, recipe, step)
-    before = _checkpoint_before(directory, recipe, step)
+    before = _checkpoint_before(directory, recipe, step, knows_length=NUM_STEPS in record.measured)
     section = recipe.model.model_copy(update={"device": "auto", "attention": "sdpa"})
     loaded = _load_before(recipe, section, before)
     rows = _rows_of(recipe, record, loaded, before)
@@ -136,13 +137,20 @@ def _reasons(recipe: Recipe, facts: UpdateFacts) -> Iterator[tuple[str, str]]:
     if name in OF_DISTRIBUTIONS:
         yield "objective", f"{name!r} compares whole distributions, which no record keeps"
     if name in READ_MORE:
-        yield "objective", f"{name!r} reads a teacher or a baseline that no record keeps"
+        yield "objective", f"{name!r} reads a teacher, a baseline or drawn tokens that no record keeps"
     if name not in formulas_of_losses():
         yield "objective", f"{name!r} is from outside, and has no second formula"
     if facts.aggregation.name not in aggregations:
         yield "aggregate", f"{facts.aggregation.name!r} is from outside, and has no second formula"
     if facts.correction is not None and facts.correction.name not in corrections:
         yield "correction", f"{facts.correction.name!r} is from outside, and has no second formula"
+    sampling = facts.sampling
+    if facts.masks:
+        yield "masks", "tokens are masked by numbers that no record keeps"
+    if sampling is not None and sampling.masks_truncated and sampling.divides_all:
+        yield "rollout.truncated_divisor", "means are over answers, too, that are not among the rows of the update"
+    if sampling is not None and sampling.replays:
+        yield "rollout.top_k", "log-probabilities are over the sets of tokens that were sampled from"
     if facts.has_dropout or (recipe.model.adapter is not None and recipe.model.adapter.dropout):
         yield "model.adapter.dropout", "dropout drops numbers at random"
 
@@ -179,8 +187,10 @@ def _shown(folder: Path, recipe: Recipe, but: int = 0) -> str:
     return f"Updates that can be audited: {shown}"
 
 
-def _checkpoint_before(directory: RunDirectory, recipe: Recipe, step: int) -> Checkpoint | None:
+def _checkpoint_before(directory: RunDirectory, recipe: Recipe, step: int, *, knows_length: bool) -> Checkpoint | None:
     """Return the checkpoint of the step before; None before the first update.
+
+    ``knows_length``: the record has the number of steps that the run had then; a resumed run may be longer.
 
     Raises:
         UsageError: there is none, or the run went on with another recipe.
@@ -201,7 +211,7 @@ def _checkpoint_before(directory: RunDirectory, recipe: Recipe, step: int) -> Ch
     settings = checkpoint.state.get("settings")
     if isinstance(settings, Mapping):
         changed = directory.changed_keys(recipe, settings)
-        if changed:
+        if hard_changes(changed) or (changed and not knows_length):
             lines = "; ".join(changed_lines(changed))
             raise _refusal(step, f"the run went on with another recipe than at step {step - 1} ({lines})")
     return checkpoint
