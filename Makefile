@@ -17,7 +17,7 @@ ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
 DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2' 'latex2mathml>=3.78,<4' ruff
-PACKAGES_trl := -c constraints.txt trl jmespath
+PACKAGES_trl := -c constraints.txt trl jmespath math-verify
 # Its file of defaults is read, none of its code runs.
 PACKAGES_verl := --no-deps verl==0.9.1
 PACKAGES_gymnasium := -c constraints.txt gymnasium

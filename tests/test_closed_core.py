@@ -17,6 +17,7 @@ NAMED = {
     "algorithms.objectives.surrogate",
     "algorithms.selection",
     "graders.answers",
+    "graders.column_rewards",
     "graders.grading",
     "graders.numeric",
     "graders.rewards",

@@ -28,9 +28,6 @@ Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "envi
 # turns, of the seconds of a call.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
-# Before the name of a part of a reward, in ``Rollout.parts``: 1 where the reward says nothing of the answer.
-NO_VALUE = "no_value/"
-
 # Batch fields of masks: 1 of tokens that keep their term ``[B, T]``, 1 of tokens that the means divide by ``[B, T]``,
 # and 1 of rows that are only divided by ``[B]``.
 UNMASKED, COUNTED, LEFT_OUT = "unmasked", "counted", "left_out"
@@ -98,6 +95,8 @@ class Example:
             ``demonstration`` are then its parts.
         variables: what the row passes to the chat template, such as its ``tools``.
         margin: of a pair whose row states it; otherwise the difference of the scores.
+        is_conversation: the row has its prompt as messages, so that rewards in TRL's form get messages.
+        columns: keys of the row that were read, as the row has them, for rewards in TRL's form.
     """
 
     id: str
@@ -112,6 +111,8 @@ class Example:
     conversation: tuple[Message, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
+    is_conversation: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,10 @@ class Rollout:
     its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
     ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
     last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``feedback``: what
-    the environment says of it to a teacher.
+    the environment says of it to a teacher. ``skipped``: rewards in TRL's form that returned None for it, which have no
+    part. ``is_scored``: False if all of the recipe's did; it is then not compared with its group, and its advantage is
+    0. ``extra``: columns that rewards logged (``log_extra``). ``logged``: of the first answer of a batch, the values of
+    metrics that rewards logged (``log_metric``).
     """
 
     example: Example
@@ -231,6 +235,10 @@ class Rollout:
     outcome: str = "ungraded"
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
+    skipped: list[str] = field(default_factory=list)
+    is_scored: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
     feedback: str | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import sys
@@ -116,7 +117,15 @@ def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None
 
 
 async def waits(text: str) -> float:
-    return 1.0
+    raise TimeoutError("too slow")
+
+
+async def waits_for_nothing(text: str) -> None:
+    await asyncio.sleep(0)
+
+
+async def ends_later(text: str) -> float:
+    sys.exit(3)
 
 
 def ending(code: int | str | None) -> Callable[[str], float]:
@@ -139,7 +148,9 @@ def ends(text: str) -> float:
         (lambda text: "x" * 1000, r"returned 'x{79}\.\.\. \(str\)"),
         (lambda text: "1", r"returned '1' \(str\), which is no number; return a float$"),
         (lambda text: torch.ones(2), r"returned tensor.*, which is no number; return a float, such as value\.item\(\)"),
-        (waits, r"returned <coroutine.*, which is no number; write it without async"),
+        (waits, r"raised TimeoutError: too slow\. Correct it"),
+        (waits_for_nothing, r"returned None.*, which is no number; a path through it ends without return"),
+        (ends_later, "raised SystemExit"),
     ],
 )
 def test_reward_that_fails_is_named_with_what_to_do(function: Callable[..., Any], message: str) -> None:
@@ -204,18 +215,16 @@ def test_reward_in_the_form_of_trl_that_cannot_be_called_says_why():
     def messages(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(one[0]["content"])) for one in completions]
 
-    async def later(completions: list[str], **columns: Any) -> list[float]:
-        return [1.0] * len(completions)
-
     given = {
         "prompt": "p",
         "text": "t",
         "example": Example("x", (Message("user", "q"),), answer="1", meta={"level": 3}),
+        "completion_ids": (5, 6),
+        "turns": (),
     }
     for function, message in [
         (levels, "'levels'"),
         (messages, "Prompts and completions"),
-        (later, "write it without"),
     ]:
         with refuses(RewardFailure, message):
             bind_reward(Entry("reward", "mine", function, {})).grade([given], ["x"])
@@ -272,16 +281,15 @@ TWO = 2.0
 def test_reward_whose_options_are_bound_asks_for_no_more(function: Callable[..., Any]) -> None:
     reward = bind_reward(Entry("reward", "mine", function, {}))
     example = Example("x", (Message("user", "q"),))
-    assert reward.grade([{"prompt": "p", "text": text, "example": example} for text in ("a", "abc")], ["x", "x"]) == [
-        2.0,
-        6.0,
-    ]
+    given = {"prompt": "p", "example": example, "completion_ids": (1,), "turns": ()}
+    assert reward.grade([given | {"text": text} for text in ("a", "abc")], ["x", "x"]) == [2.0, 6.0]
 
 
 def test_reward_partial_that_is_not_finite_is_named() -> None:
     for function in (functools.partial(scaled, scale=math.nan), functools.partial(scaled_columns, scale=math.inf)):
         reward = bind_reward(Entry("reward", "mine", function, {}))
         given = {"prompt": "p", "text": "t", "example": Example("x", (Message("user", "q"),))}
+        given |= {"completion_ids": (1,), "turns": ()}
         with pytest.raises(RewardFailure, match=r"reward 'mine', example 'a/1': the function returned (nan|inf)"):
             reward.grade([given], ["a/1"])
 

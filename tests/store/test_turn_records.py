@@ -83,6 +83,11 @@ def test_spans_are_the_mask(own: list[bool]) -> None:
         'turns = \'[{"text": "a", "calls": [], "reward": NaN}]\'',
         "failures = '[3]'",
         "turns = 'no JSON'",
+        "notes = '[]'",
+        "notes = '{\"skipped\": 3}'",
+        "notes = '{\"skipped\": [3]}'",
+        'notes = \'{"is_scored": "no"}\'',
+        "notes = '{\"extra\": []}'",
     ],
 )
 def test_a_row_that_holds_something_else_is_damaged(tmp_path: Path, change: str) -> None:

@@ -16,7 +16,7 @@ from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.reference_sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, pay_at_the_end
 from posttrain.training.checks import resolve_components
-from posttrain.types import NO_VALUE, Batch, Completion, Example, Rollout, Sample, collate
+from posttrain.types import Batch, Completion, Example, Rollout, Sample, collate
 from refusing import refuses
 from small_runs import one_layer_recipe
 
@@ -66,12 +66,13 @@ def trained(batch: Batch, name: str = "advantages") -> list[list[float]]:
 
 def rollout(**parts: float) -> Rollout:
     answer = Completion((5,), (-1.0,), "stop")
-    total = sum(x for name, x in parts.items() if not name.startswith(NO_VALUE))
+    total = sum(parts.values())
     return Rollout(Example("a", ()), (3,), answer, "", dict(parts), total, 1, 0, 0, 0)
 
 
 def test_parts_of_rewards_are_normalized_by_themselves_and_a_reward_that_says_nothing_is_no_zero() -> None:
-    silent = rollout(right=1.0, judged=0.0, **{f"{NO_VALUE}judged": 1.0})
+    silent = rollout(right=1.0)
+    silent.skipped = ["judged"]
     groups = [
         [rollout(right=1.0, judged=0.0), rollout(right=0.0, judged=1.0), silent],
         [rollout(right=0.0, judged=0.5), rollout(right=0.0, judged=0.25)],

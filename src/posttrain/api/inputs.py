@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from posttrain import registry
 from posttrain.api.arguments import plain_path, reading
+from posttrain.api.config_objects import describe_config
 from posttrain.data.reading import HUB, SUFFIXES
 from posttrain.errors import PosttrainError, RecipeError, UsageError
 from posttrain.option_types import shorten
@@ -243,7 +244,8 @@ def plain_recipe(recipe: Place | Mapping[str, object]) -> str | dict[str, Any]:
     if isinstance(recipe, Mapping):
         return {key: json.loads(_as_json(key, value)) for key, value in recipe.items()}
     if not isinstance(recipe, str | os.PathLike):
-        raise UsageError(f"recipe: {type(recipe).__name__} is none. Give a name (tiny/grpo), a YAML file, or a mapping")
+        how = describe_config(recipe) or ". Give a name (tiny/grpo), a YAML file, or a mapping"
+        raise UsageError(f"recipe: {type(recipe).__name__} is none{how}")
     return plain_path("recipe", recipe)
 
 

@@ -14,6 +14,7 @@ import torch
 from posttrain import registry
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.api.arguments import check_numbers, plain_number, plain_path, reading
+from posttrain.api.config_objects import read_config_objects
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -93,6 +94,7 @@ class Trainer:
     ) -> None:
         stop_import()
         with without_command_line():
+            keys, _ = read_config_objects(keys)
             overrides = dict(overrides_of(keys)) | {"eval.every": "0", "eval.num_kl_prompts": "0"}
             words = given(runs_dir, data, None, rewards, model)
             self.recipe, _ = read_recipe(plain_recipe(recipe), list(overrides.items()), words)
@@ -165,6 +167,7 @@ class Trainer:
             key=(self.recipe.train.seed, f"rollout {self._calls}", step),
             group=samples or source.options.group_size,
             step=step,
+            num_updates=self.step,
         )
         self._calls += 1
         source.engine.sync(self.step)

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain import registry
 from posttrain.api.arguments import check_flag, plain_path, plain_text, reading
+from posttrain.api.config_objects import adapter_options, read_config_objects
 from posttrain.api.inputs import (
     Data,
     Model,
@@ -146,7 +147,8 @@ def train(
         on_step: called with an ``Event`` after each step; its ``stop()`` ends the run. So are ``on_evaluation`` and
             ``on_checkpoint`` after these.
         keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
-            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``.
+            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``. A
+            ``LoraConfig`` (``peft_config=``) and training arguments of TRL (``args=``) are read as keys.
 
     Raises:
         UsageError: the recipe, or what is given with it, cannot be used; nothing was changed.
@@ -162,15 +164,15 @@ def train(
         raise SystemExit(follow())
     runs_dir, run = _check_places(runs_dir, run, resume, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
-    with without_command_line():
-        checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
     called = _called(name)
-    notes += session_notes(registry.session_functions(checked.to_yaml()), checked.scale)
+    with without_command_line():
+        keys, read = read_config_objects(keys)
+        checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
+    notes += read + session_notes(registry.session_functions(checked.to_yaml()), checked.scale)
     start = RunStart(runs_dir, run, called, resume, accept_changes, notes)
     with choose_progress(called, not progress) as view:
-        callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
-        stop = callbacks.should_stop
-        result = launch(checked, start, observer=callbacks, should_stop=stop, summarize=write_run_summary)
+        calls = Callbacks(view, on_step, on_evaluation, on_checkpoint)
+        result = launch(checked, start, observer=calls, should_stop=calls.should_stop, summarize=write_run_summary)
     return Run(result.folder)
 
 
@@ -207,7 +209,7 @@ def given(
     keys: dict[str, Any] = {}
     if model is not None:
         if isinstance(model, Mapping):
-            section: Mapping[str, object] = model
+            section = {key: adapter_options(f"model.{key}", value) for key, value in model.items()}
         else:
             section = {"name": model_name(model, runs_dir)}
         with reading("model"):

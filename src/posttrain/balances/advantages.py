@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.balances.record import SampledAnswer, StepRecord, UpdateFacts
-from posttrain.types import NO_VALUE
 
 PerAnswer = Sequence[list[float] | None]  # of each answer one number, or one for each token that the model wrote
 Groups = Sequence[Sequence[float]]
@@ -35,10 +34,12 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
     if facts.advantage.name not in formulas_of_advantages():
         return None
     members = _members(record)
+    result: list[list[float] | None] = [None] * len(record.answers)
     if facts.advantage.name in _OF_TOKENS or facts.advantage.name == "turn_normalized":
         return _per_token(record, members)
     if facts.advantage.name in _OF_PARTS:
         return _by_parts(record, members)
+    members = _compared(record, members, result)
     rewards = [[record.answers[place].reward for place in group] for group in members]
     if facts.sampling.penalty is not None:
         penalties = _penalties(record, members)
@@ -50,7 +51,6 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
         computed = [_OF_GROUPS[facts.advantage.name](group, options) for group in rewards]
     else:
         computed = _OF_BATCHES[facts.advantage.name](rewards, options)
-    result: list[list[float] | None] = [None] * len(record.answers)
     for group, values in zip(members, computed, strict=True):
         for place, value in zip(group, values, strict=True):
             result[place] = [value]
@@ -65,6 +65,21 @@ def _members(record: StepRecord) -> list[list[int]]:
         if any(record.answers[place].advantage is not None for place in played):
             members.append(played)
     return members
+
+
+def _compared(record: StepRecord, members: list[list[int]], result: list[list[float] | None]) -> list[list[int]]:
+    """The answers that have a reward, by group; in ``result`` the others get 0, as a group of fewer than two does."""
+    groups = []
+    for group in members:
+        scored = [place for place in group if record.answers[place].is_scored]
+        if len(scored) < min(2, len(group)):
+            scored = []
+        for place in group:
+            if place not in scored:
+                result[place] = [0.0]
+        if scored:
+            groups.append(scored)
+    return groups
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -141,7 +156,7 @@ def _by_parts(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswer
     sums: dict[int, list[float]] = {}
     for group in members:
         for name, weight in weights.items():
-            known = [place for place in group if f"{NO_VALUE}{name}" not in record.answers[place].parts]
+            known = [place for place in group if name not in record.answers[place].skipped]
             if not weight or not known:
                 continue
             scaled = _standardized([record.answers[place].parts[name] for place in known], options)

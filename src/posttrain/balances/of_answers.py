@@ -46,6 +46,8 @@ def _rewards(answers: Sequence[SampledAnswer], weights: Mapping[str, float]) -> 
     for answer in answers:
         total, size = 0.0, 1.0
         for name, weight in weights.items():
+            if name in answer.skipped:
+                continue
             part = answer.parts.get(name, math.nan)
             total += weight * part
             size += abs(weight * part)

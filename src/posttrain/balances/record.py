@@ -79,7 +79,8 @@ class SamplingFacts:
     of the whole; replays: where they are over the sets of the answers, of at most most_kept tokens. has_stop_texts: an
     answer may end with any token. ignores_rules: the trainer scores without the rules of sampling. turn_weight: of the
     rewards of turns. at_scored_temperature: the trainer scores at the temperature of sampling. draws: False of an
-    engine that answers from a script.
+    engine that answers from a script. keeps_unscored: an answer without a reward is a row with the advantage 0; else it
+    takes no part.
     """
 
     num_prompts: int
@@ -105,6 +106,7 @@ class SamplingFacts:
     temperature: float = 1.0
     at_scored_temperature: bool = True
     draws: bool = True
+    keeps_unscored: bool = True
     penalty: PenaltyFacts | None = None
 
 
@@ -142,6 +144,7 @@ class SampledAnswer:
     """An answer as it was sampled and graded; ``own`` marks the ids that the model wrote, None: all.
 
     ``logprobs``: of the sampler, one for each id; None where they were not recorded. ``turns``: the rewards of turns.
+    ``skipped``: rewards that returned None. ``is_scored``: False if all did.
     ``kept``: the sets that the log-probabilities are over; None: the whole vocabulary.
     """
 
@@ -160,6 +163,8 @@ class SampledAnswer:
     outcome: str = "ungraded"
     turns: tuple[float | None, ...] = ()
     takes_part: bool = True
+    skipped: Sequence[str] = ()
+    is_scored: bool = True
     kept: KeptSets | None = None
 
     @property

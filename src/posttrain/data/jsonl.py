@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from posttrain.data.base import Task
 from posttrain.data.choices import (
@@ -156,6 +157,11 @@ class Layout:
         Raises:
             DataError: a key is missing, of the wrong type or empty.
         """
+        example = self._read(row)
+        columns = _columns_read(row, self.keys)
+        return replace(example, is_conversation=_is_conversation(row, self.keys), columns=columns)
+
+    def _read(self, row: Row) -> Example:
         if self.choices is None:
             return read_example(row, self.keys, self.prompt_format)
         shows_options = self.names_any_of(self.choices.keys)
@@ -342,6 +348,20 @@ def read_example(
         meta=meta,
         grader=grader,
     )
+
+
+def _columns_read(row: Row, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The keys that were read, as the row has them, without the conversation."""
+    excluded = {_key_of(row, part, keys) for part in ("prompt", "messages", "response")}
+    return {key: row.as_written(row.data[key]) for key in row.data if key in row.used - excluded}
+
+
+def _is_conversation(row: Row, keys: Mapping[str, str]) -> bool:
+    """Return whether the row has its prompt as messages."""
+    if row.has(_key_of(row, "messages", keys)):
+        return True
+    key = _key_of(row, "prompt", keys)
+    return key in row.used and row.has(key) and not row.is_text(key)
 
 
 def _read_response(row: Row, key: str) -> str:

@@ -22,7 +22,7 @@ from posttrain.evaluation.items import (
 )
 from posttrain.randomness import permutation
 from posttrain.sampling.base import Sampling
-from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
+from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts, logged_metrics
 from posttrain.types import Example, Rollout
 
 SCORES_AT_A_TIME = 256
@@ -215,6 +215,7 @@ def evaluate_sampler(
     if timing["generate_seconds"] > 0:
         timing["generate_tokens_per_second"] = timing["generated_tokens"] / timing["generate_seconds"]
     results = summarize(items, task, samples=samples, ks=questions.ks, format_part=sampler.grader.format_part)
+    results |= logged_metrics(rollouts)
     results |= {"prompts_too_long": float(num_too_long), "repeated_prompts": float(num_repeated)}
     results["seconds"] = time.perf_counter() - started
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)

@@ -12,10 +12,10 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -41,7 +41,7 @@ from posttrain.types import TRUNCATED, Example, Rollout
 from posttrain.untrusted import first_fault
 
 Scalar = str | int | float | bool | None
-_OPTIONAL = ("transcript", "response_ids")  # fields of a sample that are written only where there is something
+_OPTIONAL = ("transcript", "response_ids", "is_scored")  # written only if they have a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ItemSample:
     ``text``: the graded text (``Rollout.text``). ``in_format``: the template's format was kept; None without one.
     ``parts``: the unweighted rewards and the grader's numbers. ``score``: of a reward model (``--best-of``).
     ``transcript``: all turns, with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to
-    others.
+    others. ``is_scored``: False if every reward returned None.
     """
 
     text: str
@@ -65,6 +65,7 @@ class ItemSample:
     score: FiniteFloat | None = None
     transcript: str | None = None
     response_ids: tuple[int, ...] | None = None
+    is_scored: Literal[False] | None = None
 
     @property
     def is_correct(self) -> bool:
@@ -154,6 +155,9 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     response_ids = None
     if not rollout.turns and tuple(encoded) != ids:
         response_ids = ids
+    is_scored: Literal[False] | None = None
+    if not rollout.is_scored:
+        is_scored = False
     return ItemSample(
         text=rollout.text,
         extracted=rollout.extracted,
@@ -165,6 +169,7 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
         parts=dict(rollout.parts),
         transcript=show_turns(rollout.turns, rollout.failures) or None,
         response_ids=response_ids,
+        is_scored=is_scored,
     )
 
 
@@ -263,7 +268,11 @@ def summarize(
     if graded:
         results |= with_interval("accuracy", item_values(graded, "accuracy"), samples)
     else:
-        rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
+        rewards = []
+        for item in items:
+            scored = _scored_rewards(item.samples)
+            if scored:
+                rewards.append(statistics.fmean(scored))
         if len(rewards) > 1:
             results |= mean_interval("reward", rewards)
     if samples > 1 and graded:
@@ -300,7 +309,11 @@ def _sample_results(drawn: Sequence[ItemSample], total: int, task: Task) -> dict
     results["grading_failures"] = sum(s.outcome in FAILURES for s in drawn) / total
     results["truncated"] = sum(s.finish in TRUNCATED for s in drawn) / total
     results["completion_length"] = statistics.fmean(lengths)
-    results["reward"] = statistics.fmean(s.reward for s in drawn)
+    scored = _scored_rewards(drawn)
+    if scored:
+        results["reward"] = statistics.fmean(scored)
+    if len(scored) < len(drawn):
+        results["no_reward"] = 1 - len(scored) / len(drawn)
     ends = Counter(s.finish for s in drawn)
     for finish, name in OF_EPISODES.items():
         if ends[finish]:
@@ -310,6 +323,11 @@ def _sample_results(drawn: Sequence[ItemSample], total: int, task: Task) -> dict
     if task.worked is not None:
         results["shows_reasoning"] = sum(task.worked(s.text) for s in drawn) / total
     return results
+
+
+def _scored_rewards(samples: Iterable[ItemSample]) -> list[float]:
+    """The rewards of the answers that have one."""
+    return [sample.reward for sample in samples if sample.is_scored is None]
 
 
 def mean_interval(name: str, values: Sequence[float]) -> dict[str, float]:

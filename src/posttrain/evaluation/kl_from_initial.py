@@ -60,8 +60,10 @@ def measure_kl(
         "kl_initial": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
         "sampled_completion_length": statistics.fmean(r.completion.num_own for r in rollouts),
-        "sampled_reward": statistics.fmean(r.reward for r in rollouts),
     }
+    scored = [r.reward for r in rollouts if r.is_scored]
+    if scored:
+        info["sampled_reward"] = statistics.fmean(scored)
     for name in rollouts[0].parts:  # those that every answer has; the mean of ``correct`` has a name of its own
         if name != "correct" and all(name in r.parts for r in rollouts):
             info[f"sampled_reward/{name}"] = statistics.fmean(r.parts[name] for r in rollouts)

@@ -61,14 +61,12 @@ class Verdict:
 class MeasuredReward:
     """A numeric reward, with further numbers as in ``Verdict.info``.
 
-    ``failure``: measuring failed; becomes the outcome if no other grader ran. ``has_value``: False if this reward
-    does not apply, in which case ``value`` is 0.
+    ``failure``: measuring failed; becomes the outcome if no other grader ran.
     """
 
     value: float
     info: Mapping[str, float] = field(default_factory=dict)
     failure: Literal["timeout", "crash"] | None = None
-    has_value: bool = True
 
 
 def grade_submissions(

@@ -2,8 +2,8 @@
 
 A reward is any function returning a number, a ``Verdict`` or a ``MeasuredReward``. Positional parameters are names
 from ``AVAILABLE``; keyword-only parameters are recipe options. With ``batched=True`` a reward is called once per
-batch: each parameter is a sequence, and so is the result. TRL's form, ``(completions, **columns) -> list[float]``, is
-supported too.
+batch: each parameter is a sequence, and so is the result. TRL's form (``column_rewards.py``) is supported too.
+Asynchronous rewards run concurrently.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from pydantic import Field
 from posttrain.acting.methods import IF_ANSWERS_GROW_LONG
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.answers import last_boxed
+from posttrain.graders.column_rewards import (
+    READ,
+    RewardLog,
+    await_results,
+    call_with_columns,
+    hint_of,
+    listed_results,
+    takes_columns,
+)
 from posttrain.graders.grading import MeasuredReward, Submission, Verdict, grade_submissions, is_blank
 from posttrain.option_types import shown_with_type
 from posttrain.recipes.sections import RewardComponent
@@ -51,45 +60,85 @@ MAX_REWARD = 1e15  # its square still fits into fp32, the dtype of advantages an
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward with bound options and checked parameters."""
+    """A reward with bound options and checked parameters.
+
+    ``batched``: called once for many completions. ``may_skip``: in TRL's form, so that it may return None.
+    """
 
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]
     batched: bool = False
+    may_skip: bool = False
 
     def __call__(self, available: Mapping[str, object], example_id: str = "") -> float:
         """Compute the reward for a single completion; see ``grade``."""
         reward = self.grade([available], [example_id])[0]
+        assert reward is not None, "one in TRL's form is called for many"
         if isinstance(reward, float):
             return reward
         return reward.value
 
-    def grade(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str]) -> list[RewardResult]:
-        """The rewards for many completions, in order.
+    def grade(
+        self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str], log: RewardLog | None = None
+    ) -> list[RewardResult | None]:
+        """The rewards for many completions, in order; None where one in TRL's form says nothing.
 
         Args:
             available: for each completion a value for every name of ``AVAILABLE`` that the reward asks for.
             example_ids: named in the message when the reward fails.
+            log: of a reward in TRL's form: the state that it reads, and what it logs.
 
         Raises:
             RewardFailure: the function raised, ended the program, or returned no finite number up to ``MAX_REWARD``.
         """
-        places = [self._place(example_id) for example_id in example_ids]
-        values: Sequence[object]
+        if log is None:
+            log = RewardLog(len(available))
+        return grade_together([self], available, example_ids, log)[0]
+
+    def begin(self, available: Sequence[Mapping[str, object]], example_ids: Sequence[str], log: RewardLog) -> Any:
+        """Call the function for many completions: their results, in which asynchronous ones are coroutines.
+
+        Raises:
+            RewardFailure: the function raised or ended the program.
+        """
         if self.batched:
-            place = places[0] if len(set(example_ids)) == 1 else self._place()
-            values = self._call_batch(available, place)
-        else:
-            values = []
-            for one, place in zip(available, places, strict=True):
-                values.append(self._call({name: one[name] for name in self.parameters}, place))
-        try:
-            return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
-        except RewardFailure:
-            for value in filter(inspect.iscoroutine, values):
-                value.close()  # Python would warn that nobody awaited it
-            raise
+            columns: dict[str, object] = {name: [one[name] for one in available] for name in self.parameters}
+            if self.may_skip:
+                columns["log"] = log
+            return self._call(columns, self._place_of(example_ids))
+        values = []
+        for one, example_id in zip(available, example_ids, strict=True):
+            try:
+                values.append(self._call({name: one[name] for name in self.parameters}, self._place(example_id)))
+            except BaseException:
+                close_pending(values)
+                raise
+        return values
+
+    def check(self, values: Any, example_ids: Sequence[str]) -> list[RewardResult | None]:
+        """Return the awaited results of ``begin``, checked.
+
+        Raises:
+            RewardFailure: one is no finite number up to ``MAX_REWARD``, or an error that a coroutine raised.
+        """
+        places = [self._place(example_id) for example_id in example_ids]
+        if self.batched:
+            values = self._listed(values, len(example_ids), self._place_of(example_ids))
+        checked: list[RewardResult | None] = []
+        for value, place in zip(values, places, strict=True):
+            self._raise_if_failed(value, place)
+            if value is None and self.may_skip:
+                checked.append(None)
+            else:
+                checked.append(_check_result(value, place))
+        return checked
+
+    def _place_of(self, example_ids: Sequence[str]) -> str:
+        """The place of a call for many completions."""
+        if len(set(example_ids)) == 1:
+            return self._place(example_ids[0])
+        return self._place()
 
     def _place(self, example_id: str = "") -> str:
         """Name the reward and the example, for error messages."""
@@ -97,14 +146,12 @@ class BoundReward:
             return f"reward {self.name!r}"
         return f"reward {self.name!r}, example {example_id!r}"
 
-    def _call_batch(self, available: Sequence[Mapping[str, object]], place: str) -> Sequence[object]:
-        """Call a batched reward once and check that it returned one result per completion."""
-        count = len(available)
-        columns = {name: [one[name] for one in available] for name in self.parameters}
-        values: Any = self._call(columns, place)
-        if inspect.iscoroutine(values):
-            _check_number(values, place)
-        if hasattr(values, "tolist"):  # accept arrays as lists
+    def _listed(self, values: Any, count: int, place: str) -> Sequence[object]:
+        """Check that a call for many completions gave one result for each."""
+        self._raise_if_failed(values, place)
+        if self.may_skip:
+            values = listed_results(values)
+        elif hasattr(values, "tolist"):  # an array is as good as a list
             values = values.tolist()
         if isinstance(values, str | bytes) or not isinstance(values, Sequence):
             raise RewardFailure(f"{_returned(values, place)}; {count} completions need a list of {count}")
@@ -120,16 +167,75 @@ class BoundReward:
         except PosttrainError:
             raise  # already explains what is wrong and how to fix it
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
-            hint = ""
-            if "string indices" in str(error):
-                hint = "Prompts and completions are texts, no messages. "
-            raise RewardFailure(
-                f"{place}: the function raised {type(error).__name__}: {error}. {hint}"
-                "Correct it (--traceback shows the place in it), or have it return a number there"
-            ) from error
+            raise _failure(error, place) from error
+
+    def _raise_if_failed(self, value: object, place: str) -> None:
+        """Raise what a coroutine raised, which is in place of its result."""
+        if isinstance(value, PosttrainError):
+            raise value
+        if isinstance(value, Exception | SystemExit):
+            raise _failure(value, place) from value
+        if isinstance(value, BaseException):
+            raise value
 
 
-NOTHING_SAID = MeasuredReward(0.0, has_value=False)
+def _failure(error: Exception | SystemExit, place: str) -> RewardFailure:
+    hint = ""
+    if isinstance(error, Exception):
+        hint = hint_of(error)
+    return RewardFailure(
+        f"{place}: the function raised {type(error).__name__}: {error}. {hint}"
+        "Correct it (--traceback shows the place in it), or have it return a number there"
+    )
+
+
+def close_pending(results: Sequence[Any]) -> None:
+    """Close coroutines that will not be awaited, of which Python would warn."""
+    for result in results:
+        if inspect.iscoroutine(result):
+            result.close()
+        elif isinstance(result, list):
+            close_pending(result)
+
+
+def grade_together(
+    rewards: Sequence[BoundReward],
+    available: Sequence[Mapping[str, object]],
+    example_ids: Sequence[str],
+    log: RewardLog,
+) -> list[list[RewardResult | None]]:
+    """The results of each reward for many completions; all that are asynchronous run at the same time.
+
+    Raises:
+        RewardFailure: see ``BoundReward.grade``.
+    """
+    begun: list[Any] = []
+    try:
+        for reward in rewards:
+            begun.append(reward.begin(available, example_ids, log))
+    except BaseException:
+        close_pending(begun)
+        raise
+    pending = [one for one in begun if inspect.iscoroutine(one)]
+    for values in begun:
+        if isinstance(values, list):
+            pending += [value for value in values if inspect.iscoroutine(value)]
+    if pending:
+        awaited = dict(zip(map(id, pending), await_results(pending), strict=True))
+        begun = [_with_awaited(values, awaited) for values in begun]
+    columns = []
+    for reward, values in zip(rewards, begun, strict=True):
+        columns.append(reward.check(values, example_ids))
+    return columns
+
+
+def _with_awaited(values: Any, awaited: Mapping[int, object]) -> Any:
+    """Return results with those of coroutines in their places."""
+    if id(values) in awaited:
+        return awaited[id(values)]
+    if isinstance(values, list):
+        return [awaited.get(id(value), value) for value in values]
+    return values
 
 
 def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, where: str = "") -> BoundReward:
@@ -146,45 +252,8 @@ def bind_reward(reward: Entry, options: Mapping[str, object] | None = None, wher
         prepare(**bound.keywords)
     requested = _requested_arguments(reward.name, reward.function, where, bound.keywords)
     if takes_columns(reward.function):
-        return BoundReward(reward.name, partial(_call_with_columns, bound), requested, batched=True)
+        return BoundReward(reward.name, partial(call_with_columns, bound), requested, batched=True, may_skip=True)
     return BoundReward(reward.name, bound, requested, bool(reward.traits.get("batched")))
-
-
-def takes_columns(function: Callable[..., Any]) -> bool:
-    """Check if a reward uses TRL's form: ``(completions, **columns) -> list[float]``."""
-    return "completions" in inspect.signature(function).parameters
-
-
-def _call_with_columns(
-    reward: partial[object], prompt: Sequence[str], text: Sequence[str], example: Sequence[Example]
-) -> object:
-    """Call a reward in TRL's form with ``prompts``, ``completions`` and a list per column.
-
-    Missing columns become None. A None result counts as 0 in sums, and as missing if each reward is normalized
-    separately.
-    """
-    keys = dict.fromkeys(key for one in example for key in one.meta)
-    columns: dict[str, Sequence[object]] = {key: [one.meta.get(key) for one in example] for key in keys}
-    columns["solution"] = [one.solution for one in example]
-    columns["answer"] = [one.answer for one in example]
-    columns["prompts"] = prompt
-    columns["completions"] = text
-    # parameters not bound by the recipe or by functools.partial
-    parameters = inspect.signature(reward).parameters.values()
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in parameters if p.kind in by_name and p.default is inspect.Parameter.empty]
-    lacking = [name for name in needed if name not in columns]
-    if lacking:
-        raise RewardFailure(
-            f"reward {getattr(reward.func, '__name__', 'function')!r} asks for {', '.join(lacking)}, which no row has."
-            f"{suggest(lacking[0], columns)} There are: {', '.join(columns)}"
-        )
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
-    values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})
-    if isinstance(values, list | tuple):
-        return [NOTHING_SAID if value is None else value for value in values]
-    return values
 
 
 def reward_parts(components: Sequence[RewardComponent], template: str, *, has_tags: bool) -> list[str]:
@@ -252,7 +321,7 @@ def _requested_arguments(
             f"{place}reward {name!r} is a class; give an object of it that can be called, such as {name}()"
         )
     if takes_columns(function):
-        return ("prompt", "text", "example")
+        return READ
     requested: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY or parameter.name in bound:
@@ -296,9 +365,6 @@ def _check_number(value: object, place: str) -> float:
         remedy = "return a float"
         if value is None:
             remedy = "a path through it ends without return"
-        elif inspect.iscoroutine(value):
-            value.close()  # Python would warn that nobody awaited it
-            remedy = "write it without async (asyncio.run inside of it waits for a result)"
         elif type(value).__module__.partition(".")[0] in ("torch", "numpy"):
             remedy = "return a float, such as value.item() of a tensor"
         raise RewardFailure(f"{_returned(value, place)}, which is no number; {remedy}")

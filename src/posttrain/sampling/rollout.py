@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.activity import phase
 from posttrain.data.render import Template, decode_response, encode_prompt, stop_ids
 from posttrain.data.render.encoding import decode_ids
+from posttrain.errors import RewardFailure
+from posttrain.graders.column_rewards import RewardLog, TrainingState
 from posttrain.graders.grading import MeasuredReward, Verdict
-from posttrain.graders.rewards import BoundReward, RewardResult, bind_reward, check_size, format_part, reward_parts
+from posttrain.graders.rewards import (
+    BoundReward,
+    RewardResult,
+    bind_reward,
+    check_size,
+    format_part,
+    grade_together,
+    reward_parts,
+)
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardComponent
 from posttrain.sampling.base import Engine, Episode, Sampling
-from posttrain.types import NO_VALUE, Completion, Example, Rollout, Turn
+from posttrain.store.metric_names import METRICS
+from posttrain.types import Completion, Example, Rollout, Turn
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from transformers import PreTrainedTokenizerBase
@@ -42,14 +55,39 @@ class Attempt:
     environment_reward: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grade:
-    """Every part unweighted, their weighted sum, the answer that was graded, and the grader's outcome."""
+    """Every part unweighted, their weighted sum, the answer that was graded, and the grader's outcome.
+
+    The rest is as in ``Rollout``.
+    """
 
     parts: dict[str, float]
     reward: float
     extracted: str | None
     outcome: str
+    skipped: list[str] = field(default_factory=list)
+    is_scored: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunExtent:
+    """The number of steps of a run, which rewards in TRL's form may read. ``steps_per_epoch``: updates of one pass."""
+
+    max_steps: int = 0
+    num_epochs: float = 0.0
+    steps_per_epoch: float = 0.0
+
+    def state(self, num_updates: int) -> TrainingState:
+        """Return the state after ``num_updates`` updates."""
+        epoch = 0.0
+        if self.steps_per_epoch:
+            epoch = num_updates / self.steps_per_epoch
+        # of an evaluation without a run, too: rewards divide by it
+        most = max(self.max_steps, num_updates, 1)
+        return TrainingState(epoch, num_updates, most, num_train_epochs=math.ceil(self.num_epochs))
 
 
 @dataclass(frozen=True)
@@ -57,16 +95,19 @@ class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
     ``correct`` and the format of a template that asks for one are always measured, at weight 0 unless the recipe
-    rewards them. ``folder``: the run's own, for rewards that store something.
+    rewards them. ``folder``: the run's own, for rewards that store something. ``num_rewards``: the number of the
+    recipe's, which come first; None: all. ``run_extent``: of the run.
     """
 
     template: Template
     rewards: tuple[tuple[str, float, BoundReward], ...]
     format_part: str | None
     folder: Path | None = None
+    num_rewards: int | None = None
+    run_extent: RunExtent = field(default_factory=RunExtent)
 
-    def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
-        """Return every part of every attempt unweighted, and the weighted sums, in order.
+    def grade(self, attempts: Sequence[Attempt], num_updates: int = 0) -> list[Grade]:
+        """Return every part of every attempt unweighted, and the weighted sums, in order; after ``num_updates``.
 
         Raises:
             RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
@@ -76,14 +117,22 @@ class Grader:
         for attempt, final_answer in zip(attempts, extracted, strict=True):
             available.append(self._arguments(attempt, final_answer))
         ids = [attempt.example.id for attempt in attempts]
-        columns = []
+        log = RewardLog(len(attempts), self.run_extent.state(num_updates))
         with redirect_stdout(sys.stderr), phase(f"grading {len(attempts):,} answers"):
-            for name, weight, reward in self.rewards:
-                columns.append((name, weight, reward.grade(available, ids)))
+            columns = grade_together([reward for _, _, reward in self.rewards], available, ids, log)
+        _refuse_known_names(log)
         grades = []
         for index, final_answer in enumerate(extracted):
-            parts = [(name, weight, column[index]) for name, weight, column in columns]
-            grades.append(_sum_up(parts, final_answer))
+            parts = []
+            for (name, weight, _), column in zip(self.rewards, columns, strict=True):
+                parts.append((name, weight, column[index]))
+            grade = _sum_up(parts, final_answer)
+            own = [name for name, _, _ in parts[: self.num_rewards]]
+            grade.is_scored = not own or not set(own) <= set(grade.skipped)
+            grade.extra = {column: values[index] for column, values in log.extra.items()}
+            grades.append(grade)
+        if grades:
+            grades[0].logged = log.metrics
         return grades
 
     def _arguments(self, attempt: Attempt, extracted: str | None) -> dict[str, Any]:
@@ -102,16 +151,28 @@ class Grader:
             "folder": self.folder,
             "turns": attempt.turns,
             "environment_reward": attempt.environment_reward,
+            "completion_ids": attempt.completion.ids,
         }
 
 
-def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | None) -> Grade:
+def _refuse_known_names(log: RewardLog) -> None:
+    """Refuse a metric of ``log_metric`` that has the name of one that a run has."""
+    for name in log.metrics:
+        if name in METRICS or name.startswith("reward/"):
+            raise RewardFailure(f"log_metric: {name!r} is a metric of the run. Log yours under another name")
+
+
+def _sum_up(parts: Sequence[tuple[str, float, RewardResult | None]], extracted: str | None) -> Grade:
     values: dict[str, float] = {}
     info: dict[str, float] = {}
     outcome = "ungraded"
     total = 0.0
     failure = ""
+    skipped: list[str] = []
     for name, weight, reward in parts:
+        if reward is None:
+            skipped.append(name)
+            continue
         if isinstance(reward, float):
             values[name] = reward
         else:
@@ -120,8 +181,6 @@ def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | N
         total += weight * values[name]
         if isinstance(reward, MeasuredReward):
             failure = reward.failure or failure
-            if not reward.has_value:
-                info[f"{NO_VALUE}{name}"] = 1.0
         if isinstance(reward, Verdict) and name == "correct":
             outcome = reward.outcome
             if reward.extracted is not None:
@@ -129,7 +188,7 @@ def _sum_up(parts: Sequence[tuple[str, float, RewardResult]], extracted: str | N
     total = check_size(total, f"the weighted sum of the rewards is {total:g}")
     if outcome == "ungraded" and failure:  # a judge does not change the grader's outcome
         outcome = failure
-    return Grade(info | values, total, extracted, outcome)
+    return Grade(info | values, total, extracted, outcome, skipped)
 
 
 def build_grader(components: Sequence[RewardComponent], template: Template, folder: Path | None = None) -> Grader:
@@ -148,7 +207,8 @@ def build_grader(components: Sequence[RewardComponent], template: Template, fold
     for name in names[len(components) :]:
         entry = registry.find("reward", name)
         bound.append((name, 0.0, bind_reward(entry, {}, name)))
-    return Grader(template, tuple(bound), format_part(template.name, has_tags=has_tags), folder)
+    of_format = format_part(template.name, has_tags=has_tags)
+    return Grader(template, tuple(bound), of_format, folder, len(components))
 
 
 @dataclass(frozen=True)
@@ -182,6 +242,7 @@ class RolloutRequest:
 
     ``key``: (seed, purpose, counter); with slot and sample it decides a completion's random numbers. ``slots`` of the
     prompts, ``prompt_indices`` under which they are recorded: 0, 1, ... by default. ``epochs``: 0 by default.
+    ``num_updates``: finished updates, ``step`` by default.
     """
 
     examples: Sequence[Example]
@@ -193,6 +254,7 @@ class RolloutRequest:
     prompt_indices: Sequence[int] | None = None
     slots: Sequence[int] | None = None
     epochs: Sequence[int] | None = None
+    num_updates: int | None = None
 
     def keys(self, number: int) -> list[int]:
         """Return the keys of the completions of prompt ``number``."""
@@ -222,8 +284,11 @@ def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollou
             played.append(episode)
             attempts.append(_attempt(sampler, request.examples[i], episode))
     grades: list[Grade] = []
+    num_updates = request.num_updates
+    if num_updates is None:
+        num_updates = request.step
     if attempts:
-        grades = sampler.grader.grade(attempts)
+        grades = sampler.grader.grade(attempts, num_updates)
     graded = []
     for episode, attempt, grade in zip(played, attempts, grades, strict=True):
         graded.append((episode, attempt.text, grade))
@@ -265,8 +330,21 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
         outcome=grade.outcome,
         turns=episode.turns,
         failures=episode.failures,
+        skipped=grade.skipped,
+        is_scored=grade.is_scored,
+        extra=grade.extra,
+        logged=grade.logged,
         feedback=episode.feedback,
     )
+
+
+def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the means of the metrics that rewards logged of these answers."""
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, numbers in rollout.logged.items():
+            values.setdefault(name, []).extend(numbers)
+    return {name: fmean(numbers) for name, numbers in values.items()}
 
 
 def _play(

@@ -147,6 +147,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "failed."),
         Metric("played_again", "share", "lower", "Fraction of answers sampled again after an environment failure."),
         Metric("grading_failures", "share", "lower", "Fraction of grading calls that crashed or timed out."),
+        Metric("no_reward", "share", "none", "Fraction of answers for which every reward function returned None."),
         Metric("num_turns", "number", "none", "Mean number of turns per answer.", "turns"),
         Metric("num_calls", "number", "none", "Mean number of tool calls per answer.", "calls"),
         Metric("failed_calls", "share", "lower", "Fraction of tool calls that failed."),

@@ -13,7 +13,7 @@ import sqlite3
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,7 @@ class RecordedRollout:
     all), ``turns`` are its turns, and ``failures`` the reasons why the environment failed; ``completion`` is then
     the last turn. ``sampler_logprobs``: one for each token of the completion; None in files before version 7. ``kept``:
     the sets of tokens that they are over, where sampling was truncated and an objective followed it.
+    ``skipped``, ``is_scored`` and ``extra`` are as in ``Rollout``.
     ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
@@ -83,6 +84,9 @@ class RecordedRollout:
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
     sampler_logprobs: tuple[float, ...] | None = None
+    skipped: tuple[str, ...] = ()
+    is_scored: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
     kept: KeptSets | None = None
     evaluation: str | None = None
 
@@ -468,6 +472,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "turns": None,
         "failures": None,
         "sampler_logprobs": None,
+        "notes": _write_notes(rollout),
         "kept_sets": None,
     }
     if example.answer is not None:
@@ -486,6 +491,38 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
     if rollout.failures:
         row["failures"] = json.dumps([_storable(failure) for failure in rollout.failures])
     return row
+
+
+def _write_notes(rollout: Rollout) -> str | None:
+    """Return what rewards said of an answer besides numbers, or None."""
+    notes: dict[str, object] = {}
+    if rollout.skipped:
+        notes["skipped"] = rollout.skipped
+    if not rollout.is_scored:
+        notes["is_scored"] = False
+    if rollout.extra:
+        notes["extra"] = rollout.extra
+    if not notes:
+        return None
+    return json.dumps(notes)
+
+
+def _read_notes(text: str | None) -> dict[str, Any]:
+    """Return the fields that ``_write_notes`` wrote.
+
+    Raises:
+        ValueError: something else.
+    """
+    if text is None:
+        return {}
+    notes = json.loads(text)
+    skipped = notes.get("skipped", [])
+    extra = notes.get("extra", {})
+    is_scored = notes.get("is_scored", True)
+    is_plain = isinstance(skipped, list) and all(isinstance(name, str) for name in skipped)
+    if not is_plain or not isinstance(extra, dict) or not isinstance(is_scored, bool):
+        raise ValueError("the notes of its rewards are of another kind")
+    return {"skipped": tuple(skipped), "is_scored": is_scored, "extra": extra}
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
@@ -512,6 +549,7 @@ def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
             row["failures"] = tuple(json.loads(failures))
         if not all(isinstance(failure, str) for failure in row["failures"]):
             raise ValueError("a failure is no text")
+        row |= _read_notes(row.pop("notes"))
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
     return RecordedRollout(**row)

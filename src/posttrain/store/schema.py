@@ -27,7 +27,8 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
 # token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
 # several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
 # sampler_logprobs: one for each token of the completion (float32), of training rollouts. kept_sets: where these are
-# over the sets that truncation kept, the size of each set, then the ids of all (int32).
+# over the sets that truncation kept, the size of each set, then the ids of all (int32). notes: JSON of what rewards
+# said besides numbers (``skipped``, ``is_scored``, ``extra``).
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",
@@ -51,6 +52,7 @@ COLUMNS = {
     "turns": "TEXT",
     "failures": "TEXT",
     "sampler_logprobs": "BLOB",
+    "notes": "TEXT",
     "kept_sets": "BLOB",
 }
 TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}

@@ -14,7 +14,7 @@ from posttrain import registry
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
 from posttrain.recipes.reference_sections import KLInRewardSection
-from posttrain.types import NO_VALUE, Batch, Rollout
+from posttrain.types import Batch, Rollout
 
 if TYPE_CHECKING:
     from posttrain.training.checks import Components
@@ -24,13 +24,14 @@ def build_advantage_estimator(components: Components) -> AdvantageEstimator:
     """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
     recipe = components.recipe
     if recipe.advantage is None or components.advantage is None:
-        return AdvantageEstimator(None)
+        return AdvantageEstimator(None, keeps_unscored=False)
     options = recipe.advantage.options
     return AdvantageEstimator(
         components.advantage.bind(options, "advantage"),
         per_token=components.per_token,
         per_turn=components.per_turn,
         of_parts=components.of_parts,
+        keeps_unscored=components.keeps_unscored,
         bootstrap=bool(options.get("bootstrap", False)),
         kl=recipe.kl_in_reward,
         drops_rounding=recipe.train.skip_zero_rows,
@@ -68,13 +69,15 @@ class AdvantageEstimator:
     token; per_turn: rewards per turn; of_parts: each reward of a completion. bootstrap: an answer that was cut off has
     the value of its last state in place of its score (it keeps the rewards of its turns); both would count the future
     twice. kl: the penalty in the reward; ``kl_weight`` is its current weight, which adapts where there is a target.
-    drops_rounding: in a group of equal rewards, an advantage that is rounding of their mean becomes 0.
+    keeps_unscored: see ``Components.keeps_unscored``. drops_rounding: in a group of equal rewards, an advantage that is
+    rounding of their mean becomes 0.
     """
 
     advantage: Callable[..., Any] | None
     per_token: bool = False
     per_turn: bool = False
     of_parts: bool = False
+    keeps_unscored: bool = True
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
     kl_weight: float = 0.0
@@ -93,18 +96,24 @@ class AdvantageEstimator:
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the ``[G]`` advantages of the ``float64 [G]`` rewards of each group.
 
-        Groups of one size are computed together: all at once where none has lost a completion.
+        Groups of one size are computed together: all at once where none has lost a completion. A reward that is NaN
+        (no reward function scored the answer) is not compared with the others, and its advantage is 0; so are those of
+        a group in which fewer than two of several are scored.
         """
         if self.advantage is None:
             return None
-        advantages = list(groups)
-        for places in same_sizes(groups):
-            rewards = torch.stack([groups[n] for n in places])
+        advantages = [torch.zeros_like(group) for group in groups]
+        compared = [group[~group.isnan()] for group in groups]
+        for places in same_sizes(compared):
+            places = [n for n in places if len(compared[n]) >= min(2, len(groups[n]))]
+            if not places or not len(compared[places[0]]):
+                continue
+            rewards = torch.stack([compared[n] for n in places])
             rows = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
             if self.drops_rounding:
                 rows = without_rounding(rows, rewards)
             for n, row in zip(places, rows, strict=True):
-                advantages[n] = row
+                advantages[n] = advantages[n].to(row.dtype).masked_scatter(~groups[n].isnan(), row)
         return advantages
 
     def from_parts(
@@ -115,7 +124,7 @@ class AdvantageEstimator:
         With ``of_parts`` the function reads each reward by itself; otherwise their sum.
         """
         if not self.of_parts:
-            return self.from_groups([torch.tensor([r.reward for r in group], dtype=torch.float64) for group in groups])
+            return self.from_groups([rewards_of(group) for group in groups])
         assert self.advantage is not None
         parts = torch.tensor(
             [[value_of_part(r, name) for name, _ in rewards] for group in groups for r in group], dtype=torch.float64
@@ -210,9 +219,20 @@ class AdvantageEstimator:
         return penalty, metrics
 
 
+def rewards_of(group: Sequence[Rollout]) -> Tensor:
+    """``float64 [G]``: NaN for an answer that no reward scored."""
+    rewards = []
+    for rollout in group:
+        if rollout.is_scored:
+            rewards.append(rollout.reward)
+        else:
+            rewards.append(math.nan)
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
 def value_of_part(rollout: Rollout, name: str) -> float:
     """Return the unweighted value of a reward; NaN if it says nothing of the answer."""
-    if f"{NO_VALUE}{name}" in rollout.parts:
+    if name in rollout.skipped:
         return math.nan
     return rollout.parts[name]
 

@@ -67,6 +67,17 @@ class Components:
     of_parts: bool
 
     @property
+    def keeps_unscored(self) -> bool:
+        """True if an answer without a reward stays in the batch with the advantage 0, as in TRL.
+
+        It cannot if rewards select the rows, are paid at tokens or turns, or are read by the objective.
+        """
+        if self.selection is None or not self.selection.traits.get("takes_all"):
+            return False
+        reads_rewards = not {"rewards", "labels", "margins"}.isdisjoint(self.needs)
+        return self.advantage is not None and not (self.per_token or self.per_turn or reads_rewards)
+
+    @property
     def shape(self) -> Shape:
         """The kind of unit of the data that the objective reads."""
         if "step_labels" in self.needs:

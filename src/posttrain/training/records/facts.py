@@ -125,6 +125,7 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         group_size=rollout.group_size,
         max_tokens=rollout.max_tokens,
         takes_all=takes_all,
+        keeps_unscored=components.keeps_unscored,
         masks_truncated=rollout.mask_truncated,
         divides_all=rollout.truncated_divisor == "all",
         redraws=rollout.drop_uniform_groups,

@@ -62,7 +62,8 @@ def read_records(store: RolloutStore) -> Iterator[StepRecord]:
     earlier: dict[int, dict[str, float]] = {}
     for update in store.updates():
         if facts.sampling is not None and update.update == 0:
-            answers = [recorded_answer(row) for row in store.training(update.step)]
+            keeps = facts.sampling.keeps_unscored
+            answers = [recorded_answer(row, keeps) for row in store.training(update.step)]
             earlier = {}
         rows = _sums_of(update, earlier)
         record = StepRecord(update.step, update.update, facts, update.measured, rows, answers, before=before)
@@ -77,8 +78,8 @@ def _of_given_rows(facts: UpdateFacts) -> UpdateFacts:
     return replace(facts, sampling=None)
 
 
-def recorded_answer(row: RecordedRollout) -> SampledAnswer:
-    """Return an answer as ``rollouts.db`` has it."""
+def recorded_answer(row: RecordedRollout, keeps_unscored: bool = True) -> SampledAnswer:
+    """Return an answer as ``rollouts.db`` has it; ``keeps_unscored``: see ``SamplingFacts``."""
     start = len(row.token_ids) - row.num_tokens
     return SampledAnswer(
         row.prompt_index,
@@ -95,7 +96,9 @@ def recorded_answer(row: RecordedRollout) -> SampledAnswer:
         row.version,
         row.outcome,
         tuple(turn.reward for turn in row.turns),
-        takes_part=not is_left_out(row.failures),
+        takes_part=not is_left_out(row.failures) and (row.is_scored or keeps_unscored),
+        skipped=row.skipped,
+        is_scored=row.is_scored,
         kept=row.kept,
     )
 

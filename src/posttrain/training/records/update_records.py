@@ -53,8 +53,8 @@ def open_records(
     return UpdateRecords(parts.facts, weights, store, process_group, ends_run)
 
 
-def sampled_answer(rollout: Rollout) -> SampledAnswer:
-    """Return an answer as it was sampled and graded."""
+def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnswer:
+    """Return an answer as it was sampled and graded; ``keeps_unscored``: see ``SamplingFacts``."""
     completion = rollout.completion
     return SampledAnswer(
         rollout.prompt_index,
@@ -71,7 +71,9 @@ def sampled_answer(rollout: Rollout) -> SampledAnswer:
         completion.version,
         rollout.outcome,
         tuple(turn.reward for turn in rollout.turns),
-        takes_part=not is_left_out(rollout.failures),
+        takes_part=not is_left_out(rollout.failures) and (rollout.is_scored or keeps_unscored),
+        skipped=rollout.skipped,
+        is_scored=rollout.is_scored,
         kept=completion.kept,
     )
 
@@ -208,7 +210,9 @@ class UpdateRecords:
         if self.facts.sampling is not None:
             update = (step - 1) % self.facts.updates
         if draw.rollouts:
-            self._answers = [sampled_answer(rollout) for rollout in draw.rollouts]
+            sampling = self.facts.sampling
+            keeps = sampling is None or sampling.keeps_unscored
+            self._answers = [sampled_answer(rollout, keeps) for rollout in draw.rollouts]
             self._advantages = None
             self._is_changed = draw.is_changed
             self._kl_weight = {name: x for name, x in draw.metrics.items() if name in ("kl_weight", "kl_in_reward")}

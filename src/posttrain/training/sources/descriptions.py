@@ -9,6 +9,7 @@ import torch
 
 from posttrain.algorithms.selection import Units
 from posttrain.graders.grading import FAILURES
+from posttrain.sampling.rollout import logged_metrics
 from posttrain.types import Rollout
 
 
@@ -28,16 +29,25 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     graded = [r for r in rollouts if r.outcome != "ungraded"]
     correct = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
     wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
-    info = {"reward": fmean(r.reward for r in rollouts)}
+    scored = [r for r in rollouts if r.is_scored]
+    info: dict[str, float] = {}
+    if scored:
+        info["reward"] = fmean(r.reward for r in scored)
+    if len(scored) < len(rollouts):
+        info["no_reward"] = 1 - len(scored) / len(rollouts)
     if graded:
         info["accuracy"] = len(correct) / len(graded)
     if format_part:
         info["format"] = fmean(float(r.parts[format_part] > 0) for r in rollouts)
     info["completion_length"] = fmean(r.completion.num_own for r in rollouts)
     info["truncated"] = fmean(float(r.completion.is_truncated) for r in rollouts)
-    info["uniform_groups"] = fmean(float(len({r.reward for r in g}) == 1) for g in groups)
-    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
-    info |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
+    info["uniform_groups"] = fmean(float(len({r.reward for r in g if r.is_scored}) <= 1) for g in groups)
+    names = dict.fromkeys(name for r in rollouts for name in r.parts)
+    for name in names:
+        values = [r.parts[name] for r in rollouts if name in r.parts]
+        if all(name in r.parts or name in r.skipped for r in rollouts):
+            info[f"reward/{name}"] = fmean(values)
+    info |= logged_metrics(rollouts)
     failures = sum(r.outcome in FAILURES for r in rollouts)
     if failures:
         info["grading_failures"] = failures / len(rollouts)

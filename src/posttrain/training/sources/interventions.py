@@ -28,6 +28,7 @@ class Intervention:
         for (prompt, answer), reward in self.rewards.items():
             if prompt < len(sampled) and answer < len(sampled[prompt]):
                 sampled[prompt][answer].reward = reward
+                sampled[prompt][answer].is_scored = True
 
     def keep(self, step: int, sampled: Groups, chosen: Groups) -> Groups:
         """Return the chosen groups that are trained on; of another step all.

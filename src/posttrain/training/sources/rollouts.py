@@ -23,7 +23,7 @@ from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
-from posttrain.training.advantages import AdvantageEstimator, number_turns, same_sizes
+from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
 from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
@@ -44,6 +44,10 @@ ALL_MASKED = (
 )
 NOTHING_PLAYED = (
     "no group of this rollout batch has two answers whose environment did not fail: its updates change nothing"
+)
+UNSCORED = (
+    "every reward returned None for some answers of a batch: they are left out of the comparison with their group, and "
+    "their advantage is 0 (metric no_reward)"
 )
 NOTHING_SHOWN = (
     "no row of this rollout batch has what its teacher is to see (teacher.sees), or room for it: the teacher reads what"
@@ -115,10 +119,21 @@ class RolloutSource(Source):
         self.parts = tuple(part.name for part in task.parts)
         further = self.options.max_rounds - 1
         self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
+        self._tell_length()
         self.sampling = self._build_sampling()
         self.rules = self._followed_rules()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # and whether they were shown
+
+    def _tell_length(self) -> None:
+        """Tell rewards how long the run is."""
+        length = self.grader.run_extent
+        length.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
+        if self.train.steps is not None:
+            length.max_steps = self.train.steps
+        else:
+            length.num_epochs = self.train.num_epochs or 0.0
+            length.max_steps, _ = self.length_of(length.num_epochs)
 
     def _build_sampling(self) -> Sampling:
         """Return how answers are sampled."""
@@ -234,7 +249,7 @@ class RolloutSource(Source):
             kept = self.intervention.keep(step, sampled, kept)
         chosen = self._played(kept)
         scored = time.perf_counter()
-        rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
+        rewards = [rewards_of(group) for group in chosen]
         units = self._choose(rewards)
         if not self.advantage_estimator.needs_batch:
             _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
@@ -249,6 +264,8 @@ class RolloutSource(Source):
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
+        if "no_reward" in metrics:
+            self._warnings.setdefault(UNSCORED, False)
         rewards_correctness = any(name == "correct" and weight for name, weight, _ in self.grader.rewards)
         if rewards_correctness and "accuracy" not in metrics:
             self._warnings.setdefault(NO_GOLD, False)
@@ -332,6 +349,7 @@ class RolloutSource(Source):
                 key=(self.seed, f"rollout {attempt}", step),
                 group=self.options.group_size,
                 step=step,
+                num_updates=step - 1,
                 prompt_indices=[prompt.index for prompt in prompts],
                 epochs=wanted.epochs,
             )
@@ -363,26 +381,29 @@ class RolloutSource(Source):
         """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         if not self.options.drop_uniform_groups:
             return True
-        played = [r for r in group if not r.has_failed]
+        played = [r for r in group if self._takes_part(r)]
         part = self.options.uniform_by
-        rewards = [r.reward for r in played]
-        seen: set[object] = set(rewards)
+        seen: set[object] = {r.reward for r in played if r.is_scored}
         if part != "reward":
-            seen = {r.parts[part] for r in played}
+            seen = {r.parts[part] for r in played if part in r.parts}
         elif self.advantage_estimator.of_parts:  # other parts may have the same sum
-            seen = {tuple(r.parts[name] for name, _ in self.weighted_rewards) for r in played}
-        units = self._choose([torch.tensor(rewards, dtype=torch.float64)])
+            seen = {tuple(r.parts.get(name) for name, _ in self.weighted_rewards) for r in played if r.is_scored}
+        units = self._choose([rewards_of(played)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
+    def _takes_part(self, rollout: Rollout) -> bool:
+        """Return whether a completion may be trained on: its environment did not fail, and it is scored if it must."""
+        return not rollout.has_failed and (rollout.is_scored or self.advantage_estimator.keeps_unscored)
+
     def _played(self, groups: Groups) -> Groups:
-        """The groups without the completions whose environment failed; of several at least two must be left.
+        """The groups without the completions that take no part; of several at least two must be left.
 
         Raises:
             RunFailure: not one completion was played to its end.
         """
         kept = []
         for group in groups:
-            played = [r for r in group if not r.has_failed]
+            played = [r for r in group if self._takes_part(r)]
             if len(played) >= min(2, self.options.group_size):
                 kept.append(played)
                 continue

@@ -136,7 +136,7 @@ def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: i
             raise ValueError("other lengths")
         if own is not None and len(own) != len(ids):
             raise ValueError("other lengths")
-        if not parts <= rollout["parts"].keys():
+        if not parts - set(rollout.get("skipped", ())) <= rollout["parts"].keys():
             raise ValueError("other rewards")
         if not all(0 <= token < vocabulary for token in ids):
             raise ValueError("other tokens")
@@ -172,6 +172,8 @@ def _groups_type() -> TypeAdapter[Any]:
         default: Any = ...
         if declared.default is not MISSING:
             default = declared.default
+        elif declared.default_factory is not MISSING:
+            default = Field(default_factory=declared.default_factory)
         plain[name] = (kind, default)
     kinds = {"messages": list[tuple[str, str]], "prompt_ids": list[int], "turns": list[Any], "failures": list[str]}
     episode_fields: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
