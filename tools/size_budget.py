@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 18_077,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 67_583,
+    "training": 67_582,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

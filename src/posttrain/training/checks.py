@@ -227,9 +227,7 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
     is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
-    no_term = (
-        f": a mask leaves out the term of a policy at a token, and {objective} has no such term by itself; use grpo"
-    )
+    no_term = f": a mask leaves out a policy's term at a token, and {objective} has none; use objective grpo"
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
@@ -245,15 +243,14 @@ def _of_objective(w: Components) -> Iterator[Rule]:
 
 def _of_reference(w: Components, objective: str) -> Iterator[Rule]:
     """Yield rules about a reference that moves."""
-    recipe = w.recipe
-    if recipe.reference is None:
+    if w.recipe.reference is None:
         return
     unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
     yield "reference" not in w.parts, "reference", unread
     base = ": the reference of an adapter is its base, which has no weights that could move; leave one of the two out"
-    yield recipe.model.adapter, "reference", base
+    yield w.recipe.model.adapter, "reference", base
     whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
-    yield recipe.scale.sharding != "none", "reference", whole
+    yield w.recipe.scale.sharding != "none", "reference", whole
 
 
 def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
