@@ -26,7 +26,7 @@ PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 # The cookbook without what it asks of other models: its own list names renderers that this Python's index may not have.
-PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken
+PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken math-verify pylatexenc
 AFTER_tinker := --no-deps tinker-cookbook==0.6.1
 PACKAGES_ray := -c constraints.txt 'ray[train]'
 # Two test processes on two cores: one thread each, no hub.

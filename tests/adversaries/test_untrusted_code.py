@@ -69,7 +69,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
     "chat": [["evil", *SHORT]],
     "studio": [["evil"]],
-    "serve": [["evil"]],
+    "serve": [["evil"], ["evil", "--train"]],
     "serve-command": [["evil"]],
     "quantize": [["evil", "--bits", "8"]],
     "recipes": [["show", "runs/evil/recipe.yaml"]],

@@ -229,6 +229,23 @@ def test_a_request_that_is_sent_again_counts_once(client: TinkerClient) -> None:
     assert (status, "seq_id" in answer["error"]["message"]) == (400, True)
 
 
+def test_an_answer_that_is_not_there_is_asked_for_again(client: TinkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for samples behind the loading of a model waits, and can be cancelled; others cannot."""
+    monkeypatch.setattr("posttrain.commands.serve.tinker.application.WAIT_SECONDS", 0.001)
+    body = {"session_id": client.session, "base_model": "tiny"}
+    session = client.post("create_sampling_session", body)["sampling_session_id"]
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    loading = client.post("create_model", body)
+    prompt = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}}
+    waiting = client.post("asample", {"sampling_session_id": session, "seq_id": 0, **prompt})
+    status, answer = client.ask("retrieve_future", {"request_id": waiting["request_id"]})
+    assert (status, answer["type"], answer["queue_state"]) == (408, "try_again", "active")
+    assert client.ask("cancel_future", {"request_id": loading["request_id"]})[0] == 400
+    assert client.post("cancel_future", {"request_id": waiting["request_id"]}) == {}
+    assert client.keep(loading)["model_id"] == f"{client.session}:train:0"
+    assert client.keep(waiting)["category"] == "user"
+
+
 def test_the_client_is_told_how_to_send(client: TinkerClient) -> None:
     config = client.post("client/config", {"sdk_version": "0.38.0"})
     assert (config["parallel_fwdbwd_chunks"], config["proto_compress_fwdbwd"]) == (False, False)
