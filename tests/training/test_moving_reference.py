@@ -121,7 +121,7 @@ def test_evaluations_compare_with_the_start(tmp_path: Path) -> None:
     )
     watched(tmp_path, recipe, events)
     drift = [one["results"]["kl_initial"] for one in events.of("evaluation")]
-    assert abs(drift[0]) < 1e-6
+    assert drift[0] == approx(0.0, abs=1e-6)
     assert drift[-1] > 1e-4
 
 
