@@ -69,6 +69,10 @@ KEYS = {
     ),
     "eval.temperature": "val_kwargs.temperature eval.sampling.temperature eval_temperature",
     "eval.top_p": "val_kwargs.top_p eval.sampling.top_p eval_top_p",
+    "eval.min_p": "val_kwargs.min_p eval.sampling.min_p eval_min_p",
+    "eval.min_tokens": "eval.sampling.min_tokens eval_min_tokens",
+    "eval.repetition_penalty": "eval.sampling.repetition_penalty eval_repetition_penalty",
+    "eval.stop": "eval.sampling.stop eval_stop",
     "eval.top_k": "val_kwargs.top_k eval.sampling.top_k eval_top_k",
     "eval.max_tokens": (
         "eval_response_length eval.sampling.max_tokens eval_max_new_tokens generation_max_length eval_max_response_len"

@@ -343,6 +343,13 @@ def _of_engines(w: Components) -> Iterator[Rule]:
         engine = registry.find("engine", evaluating.name, "eval.engine")
         follows = engine.traits.get("follows_training", True)
         yield not follows, "eval.engine", elsewhere.format(engine.name)
+    else:
+        engine = w.engine
+    options = recipe.eval
+    changed = {"min_tokens": options.min_tokens > 0, "repetition_penalty": options.repetition_penalty != 1}
+    for key, is_set in (changed | {"stop": bool(options.stop)}).items():
+        unknown = f": engine {engine.name!r} does not know it; evaluate with the native engine, or leave it out"
+        yield is_set and not engine.traits.get("applies_rules", False), f"eval.{key}", unknown
 
 
 def _of_rollouts(w: Components) -> Iterator[Rule]:
