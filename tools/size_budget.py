@@ -44,14 +44,14 @@ TOKENS: dict[str, int] = {
     "interpret": 37_645,
     "models": 39_254,
     "other_names": 5_589,
-    "recipes": 11_575,
+    "recipes": 11_611,
     "reports": 17_288,
     "runs": 44_620,
     "sampling": 56_074,
     "store": 18_077,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 67_684,
+    "training": 67_620,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -152,9 +152,8 @@ def test_penalty_in_the_reward_is_of_the_reference_at_sampling(tmp_path: Path) -
     ],
 )
 def test_moving_reference_refuses_by_name(kind: str, changes: dict[str, Any], named: tuple[str, ...]) -> None:
-    recipe = one_layer_recipe(kind, reference=SOFT, **changes)
     with refuses(RecipeError, *named):
-        resolve_components(recipe)
+        resolve_components(one_layer_recipe(kind, reference=SOFT, **changes))
 
 
 def test_moving_reference_refuses_a_loaded_adapter(tmp_path: Path) -> None:

@@ -148,6 +148,11 @@ class Recipe(Content):
                 yield getattr(self, key) not in (None, []), key, alone
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
+        if self.reference is not None:
+            base = ": the reference of an adapter is its base, which cannot move; leave one of the two out"
+            yield self.model.adapter, "reference", base
+            whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
+            yield self.scale.sharding != "none", "reference", whole
         if self.data is not None:
             yield from self._supervised_rules()
         if self.rollout is not None:

@@ -231,7 +231,8 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
-    yield from _of_reference(w, objective)
+    unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
+    yield recipe.reference and "reference" not in w.parts, "reference", unread
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)
@@ -239,18 +240,6 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     names_fields = isinstance(vanishes, tuple) and w.needs >= set(vanishes)
     fields = f": {objective} is registered with vanishes={vanishes!r}; give a tuple of batch fields that it needs"
     yield not names_fields, "objective", fields
-
-
-def _of_reference(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about a reference that moves."""
-    if w.recipe.reference is None:
-        return
-    unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
-    yield "reference" not in w.parts, "reference", unread
-    base = ": the reference of an adapter is its base, which has no weights that could move; leave one of the two out"
-    yield w.recipe.model.adapter, "reference", base
-    whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
-    yield w.recipe.scale.sharding != "none", "reference", whole
 
 
 def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
