@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_325,
     "api": 20_408,
     "balances": 21_974,
-    "commands": 66_145,
+    "commands": 66_110,
     "conformance": 15_274,
     "data": 66_847,
     "evaluation": 31_152,
