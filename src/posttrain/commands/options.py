@@ -389,7 +389,7 @@ RUNS = {
     "export": CommandOptions(
         _NAME,
         option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
-        option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
+        option("--weights", choices=("best", "last", "ema", "none"), help="default: best, else last"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),
     "resume": CommandOptions(

@@ -199,6 +199,12 @@ KEYS = {
     "model.adapter.target_parameters": "lora_target_parameters target_parameters",
     "model.adapter.use_rslora": "use_rslora peft_use_rslora",
     "model.adapter.use_dora": "use_dora peft_use_dora",
+    "train.router_aux_loss_coef": (
+        "router_aux_loss_coef aux_loss_coef load_balancing_loss load_balancing_weight moe_aux_loss aux_loss_alpha "
+        "moe_aux_loss_coef"
+    ),
+    "train.neftune_noise_alpha": "neftune_noise_alpha noisy_embedding_alpha neftune_alpha",
+    "train.ema_decay": "ema_decay ema_beta",
     "teacher.name": (
         "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path "
         "teacher_model.model_path"
