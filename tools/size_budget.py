@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 18_111,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 69_064,
+    "training": 69_075,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -94,16 +94,11 @@ class Components:
         return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
-    def compares_with_start(self) -> bool:
-        """True if a teacher or evaluations read the model as it was when training began."""
-        teacher = self.recipe.teacher
-        is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
-        return is_taught_by_start or bool(self.recipe.eval.num_kl_prompts)
-
-    @property
     def needs_start(self) -> bool:
         """True if something reads the model as it was when training began, or a reference that moves from there."""
-        return self.compares_with_start or "reference" in self.parts
+        teacher = self.recipe.teacher
+        is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
+        return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
 
     @property
     def only_scores(self) -> bool:

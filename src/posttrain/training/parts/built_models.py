@@ -116,7 +116,9 @@ def _build_references(components: Components, policy: Forward) -> tuple[Referenc
             "reference: the model has an adapter, and the base is its reference, which cannot move. Train all weights, "
             "or leave 'reference' out"
         )
-    if not components.compares_with_start:
+    recipe = components.recipe
+    is_taught_by_start = recipe.teacher is not None and recipe.teacher.weights == "start"
+    if not is_taught_by_start and not recipe.eval.num_kl_prompts:
         return reference, None
     return reference, Reference(policy)
 
