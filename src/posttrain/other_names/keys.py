@@ -265,7 +265,7 @@ FAMILIES = {
     "rollout_func": "agent_loop_* gym_*",
     "sglang": "sglang_* trtllm_* lmdeploy_*",
     "use_wandb": "wandb. wandb_*",
-    "swanlab": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
+    "comet": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
     "prometheus": "prometheus_* otel_* metrics_server_* queue_dashboard_*",
     "profiler": "*profiler *profiler_* profile_* *_profile nsys_* nsight_*",
     "log_level": "log. log_level_*",

@@ -1,4 +1,4 @@
-"""Trackers: the lines of ``metrics.jsonl``, shown by TensorBoard or Weights & Biases as well.
+"""Trackers: the lines of ``metrics.jsonl``, shown by TensorBoard or Weights & Biases as well (others: ``tracking/``).
 
 Only disk failures stop training; a tracker that cannot reach its server is left out. The only module that imports wandb
 and tensorboard.

@@ -243,6 +243,7 @@ class KeptState(BaseModel, strict=True, extra="allow"):
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: dict[str, FiniteFloat] = {}
+    stale: NonNegativeInt = 0
     steps: NonNegativeInt | None = None
     teacher: str | None = None
     unevaluated: bool = False
