@@ -53,11 +53,10 @@ OPTIONS = {
         "loss_watchdog_patience loss_watchdog_threshold min_delta max_kl "
         "early_stopping_min_delta kl_threshold"
     ),
-    "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
+    "the reference is the start model, maybe moving (reference.every); a run may go on from another: model.name RUN": (
         "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path "
         "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
-        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
+        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model"
     ),
     "train.ema_decay averages after every update, with one decay": "bema bemacallback swa",
     "a teacher is a model in this process, teacher.name": (
@@ -295,7 +294,7 @@ METHODS = {
         "your own as objective: module:function"
     ): (
         "xpo bcotrainer bcoconfig ntpo dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo "
-        "aot aot_pair aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
+        "aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
         "nashmd rrhf pro slic_hf cringe chipo chi_po mallows_dpo smaug tpo sft_dpo d2po odpo "
         "dpo_shift focal_po lusdpo kto_zero bpo minor_dpo senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo copo "
         "sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo pref_bco_weight prompt_sample_size "

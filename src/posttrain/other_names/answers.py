@@ -298,6 +298,7 @@ SAID = {
         "clip_cov_ratio clip_cov_lb clip_cov_ub"
     ),
     "objective: {name: kl_cov, share: 0.0002, penalty: 1.0}": "kl_cov_ratio ppo_kl_coef",
+    "reference: {every: 512, mixing: 0.6}, which moves the reference towards the policy": "sync_ref_model tr_dpo trdpo",
     "advantage: gdpo, which normalizes each reward by itself; the other advantages are of the weighted sum": (
         "multi_objective_aggregation sum_then_normalize gdpo_reward_keys"
     ),
@@ -334,7 +335,7 @@ SAID = {
     "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs use_rollout_log_probs",
     (
         "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and "
-        "it stays fixed"
+        "it stays fixed unless there is a section reference"
     ): "ref_model reference_model reference_policy ref_policy frozen_reference ref_load",
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
     "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": (

@@ -122,6 +122,7 @@ COMPONENTS = {
         "nca": "nca_pair",
         "hinge": "slic",
         "bco": "bco_pair",
+        "aot": "aot_pair",
         "sppo": "sppo_hard",
         "on_policy_distillation": "gkd opd iw_opd",
         "grpo, with aggregate: token_mean": "bnpo",

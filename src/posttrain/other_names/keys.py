@@ -177,6 +177,8 @@ KEYS = {
     "objective.value_weight": "vf_coef value_loss_coef vf_loss_coef",
     "objective.value_clip": "cliprange_value value_clip vf_clip",
     "advantage": "advantage_estimator adv_estimator algo.advantage.estimator",
+    "reference.mixing": "ref_model_mixup_alpha ref_mixup_alpha",
+    "reference.every": "ref_model_sync_steps ref_policy_update_freq ref_update_interval",
     "regularize.kl_coef": "kl_coef kl_loss_coef kl_beta kl kl_weight kl_tau",
     "regularize.entropy_coef": "entropy_coef entropy_coeff ent_coef entropy_bonus entropy_loss_coef entropy_beta",
     "kl_in_reward.weight": "init_kl_coef kl_in_reward_coef algo.kl.init_coef",

@@ -46,7 +46,14 @@ WeightsKind = Literal["best", "last", "ema", "none"]
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
 # Files of a checkpoint that only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
-_TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "averages.safetensors", "state.json", MANIFEST)
+_TRAINING_ONLY = (
+    "optimizer.safetensors",
+    "rollout_buffer.safetensors",
+    "reference.safetensors",
+    "averages.safetensors",
+    "state.json",
+    MANIFEST,
+)
 _SCORER = (
     "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"

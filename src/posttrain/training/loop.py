@@ -172,6 +172,8 @@ class Loop:
         restore_model(self.parts.model, checkpoint.path, fill)
         restore_heads(self.parts.heads, checkpoint.heads, fill)
         restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+        if self.parts.moving is not None and self.parts.reference is not None:
+            self.parts.reference.restore(checkpoint.reference)
         if self.parts.shards is not None:
             self.parts.shards.scatter()
         if self.parts.averages:
@@ -306,6 +308,7 @@ class Loop:
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
+        self.parts.move_reference(step)
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         device = self.parts.policy.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
@@ -446,6 +449,7 @@ class Loop:
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
+        tensors["reference"] = parts.reference_tensors()
         tensors["averages"] = average_tensors(parts.averages)
         if shards is not None and process_group.size == 1:
             tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
