@@ -11,10 +11,10 @@ import pytest
 
 import posttrain as pt
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.panel_prompts import MAX_PROMPT_CHARS, MAX_PROMPTS, read_prompts
+from posttrain.recipes.panel_prompts import MAX_PROMPT_CHARS, MAX_PROMPTS, PANEL, read_prompts
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.reports.summary import spread_steps
-from posttrain.store.rollouts import PANEL, RolloutStore
+from posttrain.store.rollouts import RolloutStore
 from refusing import refuses
 from small_runs import BASE, make_recipe, run
 

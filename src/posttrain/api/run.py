@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.arguments import check_flag, check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.metrics import MetricsLog, evaluation_points, is_evaluation
-from posttrain.store.rollouts import PANEL, RecordedRollout, RolloutStore
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
 
 if TYPE_CHECKING:
     from posttrain.runs.export import WeightsKind

@@ -10,6 +10,7 @@ from posttrain.errors import RecipeError
 from posttrain.option_types import shorten
 from posttrain.untrusted import kind_of_file
 
+PANEL = "panel"  # the name under which the answers are recorded
 MAX_PROMPTS = 64
 MAX_PROMPT_CHARS = 20_000
 _MAX_FILE_BYTES = 8 * MAX_PROMPTS * MAX_PROMPT_CHARS  # a character takes at most 6 bytes in JSON, with room for keys

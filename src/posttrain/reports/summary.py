@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.activity import phase
 from posttrain.data.render.template import build_template
-from posttrain.recipes.panel_prompts import MAX_PROMPTS
+from posttrain.recipes.panel_prompts import MAX_PROMPTS, PANEL
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component
 from posttrain.reports.charts import draw_png
@@ -34,7 +34,7 @@ from posttrain.store.durable import replace_file, sayable
 from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, learning_warnings
 from posttrain.store.reading import read_text_file
-from posttrain.store.rollouts import PANEL, RecordedRollout, RolloutStore
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.terminal.training_progress import show_duration
 from posttrain.untrusted import allow_code_options, fitting
 
@@ -257,15 +257,15 @@ def _panel(folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint]) -> l
     steps = spread_steps({point.step for point in points})
     store = RolloutStore(folder / "rollouts.db", read_only=True)
     extract = build_template(recipe.prompt.template).extract
-    asked: dict[str, list[RecordedRollout]] = {}
+    by_prompt: dict[str, list[RecordedRollout]] = {}
     texts = []
     for step in steps:
         for row in store.evaluations(PANEL, step, limit=MAX_PROMPTS):
-            asked.setdefault(row.example_id, []).append(row)
+            by_prompt.setdefault(row.example_id, []).append(row)
             texts += [row.transcript, row.prompt]
     fit = fitting(texts)
     transcripts = []
-    for rows in asked.values():
+    for rows in by_prompt.values():
         answers = []
         for row in rows:
             answer = answer_of(_label(row.step), row, extract)

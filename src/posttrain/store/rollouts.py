@@ -37,7 +37,6 @@ from posttrain.store.schema import (
 from posttrain.store.updates import RecordedUpdate, pack_update, unpack_update
 from posttrain.types import Call, Example, KeptSets, Rollout, Turn
 
-PANEL = "panel"  # the name under which answers to ``eval.prompts`` are recorded
 NUM_PENDING = 32  # update records buffered before a commit, since each commit syncs to disk
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}

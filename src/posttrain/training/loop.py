@@ -28,6 +28,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import ratio_bounds
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
@@ -42,7 +43,7 @@ from posttrain.store.metrics import (
     build_trackers,
     learning_warnings,
 )
-from posttrain.store.rollouts import PANEL, RolloutStore
+from posttrain.store.rollouts import RolloutStore
 from posttrain.training.batch_fields import describe_one_prompt
 from posttrain.training.build import TrainerState, prepare, results_of
 from posttrain.training.checkpoint import (

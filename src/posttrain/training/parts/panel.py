@@ -9,9 +9,9 @@ from posttrain.data.render import decode_response
 from posttrain.errors import RecipeError
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.rollout import Sampler, encode_prompts
-from posttrain.store.rollouts import PANEL
 from posttrain.types import Example, Message, Rollout
 
 
