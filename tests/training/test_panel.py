@@ -11,7 +11,7 @@ import pytest
 
 import posttrain as pt
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.panel_prompts import MAX_PROMPT_CHARS, MAX_PROMPTS, PANEL, read_prompts
+from posttrain.recipes.panel_prompts import MAX_PROMPT_CHARS, MAX_PROMPTS, PANEL, read_panel
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.reports.summary import spread_steps
 from posttrain.store.rollouts import RolloutStore
@@ -122,7 +122,7 @@ def test_panel_that_cannot_be_asked_is_refused_by_name(change: Mapping[str, Any]
 )
 def test_prompts_of_a_file_are_its_lines_or_rows(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert read_prompts(str(tmp_path / name)) == prompts
+    assert read_panel(str(tmp_path / name)) == prompts
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_prompts_of_a_file_are_its_lines_or_rows(tmp_path: Path, name: str, text
 def test_file_that_holds_no_panel_is_refused_by_name(tmp_path: Path, name: str, content: bytes, named: str) -> None:
     (tmp_path / name).write_bytes(content)
     with refuses(RecipeError, "eval.prompts", name, named):
-        read_prompts(str(tmp_path / name))
+        read_panel(str(tmp_path / name))
 
 
 def test_stored_recipe_opens_no_file_of_prompts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from posttrain.acting import sections as conditions
 from posttrain.option_types import Few, Seed, StopTexts, Tokens
-from posttrain.recipes.panel_prompts import check_prompts
+from posttrain.recipes.panel_prompts import check_panel
 from posttrain.recipes.sections import Component, ComponentList, Every, Section
 
 
@@ -69,7 +69,7 @@ class EvalSection(Section):
     @classmethod
     def _check_prompts(cls, value: list[str] | str) -> list[str] | str:
         if isinstance(value, list):
-            check_prompts(value)
+            check_panel(value)
         return value
 
     @model_validator(mode="after")

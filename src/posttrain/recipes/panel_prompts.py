@@ -17,7 +17,7 @@ _MAX_FILE_BYTES = 8 * MAX_PROMPTS * MAX_PROMPT_CHARS  # a character takes at mos
 _FORMS = "Give a list of prompts, or a file: .txt (one a line), .json (a list), .jsonl (rows with 'prompt')"
 
 
-def check_prompts(prompts: Sequence[str]) -> None:
+def check_panel(prompts: Sequence[str]) -> None:
     """Refuse a panel that cannot be asked.
 
     Raises:
@@ -35,7 +35,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
             )
 
 
-def read_prompts(place: str) -> list[str]:
+def read_panel(place: str) -> list[str]:
     """Return the prompts of a file: of a text file its lines, of JSON a list, of JSONL texts or rows with ``prompt``.
 
     Raises:
@@ -52,7 +52,7 @@ def read_prompts(place: str) -> list[str]:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise RecipeError(f"{where}: larger than {_MAX_FILE_BYTES:,} bytes. Give at most {MAX_PROMPTS} prompts")
         prompts = _parse(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
-        check_prompts(prompts)
+        check_panel(prompts)
     except UnicodeDecodeError:
         raise RecipeError(f"{where}: not a text file in UTF-8. Save it as one") from None
     except OSError as error:

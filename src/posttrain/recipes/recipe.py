@@ -18,7 +18,7 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
-from posttrain.recipes.panel_prompts import read_prompts
+from posttrain.recipes.panel_prompts import read_panel
 from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
@@ -233,7 +233,7 @@ class Recipe(Content):
 
         resolved = self.model_copy(deep=True)
         if not to_read and isinstance(resolved.eval.prompts, str):  # a run keeps them, whatever becomes of the file
-            resolved.eval.prompts = read_prompts(resolved.eval.prompts)
+            resolved.eval.prompts = read_panel(resolved.eval.prompts)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):
