@@ -111,7 +111,7 @@ def test_a_scorer_that_raises_is_an_outcome() -> None:
 def test_reasoning_gym_scorers_that_cannot_be_trusted_are_refused_by_name() -> None:
     assert len(REFUSED) == 20
     for dataset, reason in REFUSED.items():
-        with pytest.raises(UsageError, match=re.escape(f"the scorer of {dataset} {reason}. Use another data set")):
+        with pytest.raises(UsageError, match=re.escape(f"the {dataset} scorer {reason}. Use a different dataset")):
             reasoning_gym(dataset=dataset, size=1)
 
 

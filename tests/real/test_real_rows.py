@@ -111,7 +111,7 @@ def test_row_loses_no_text(corpus: Read, name: str) -> None:
     for kind, (row, example) in corpus.items():
         shape = shape_of(row)
         if cannot(name, row):
-            with pytest.raises(UsageError, match=r"tools|alternate|one call a message|does not show the call of"):
+            with pytest.raises(UsageError, match=r"tools|alternate|one call a message|drops the call of"):
                 encoded(name, example, shape)
             continue
         rows = encoded(name, example, shape)
@@ -202,7 +202,7 @@ def test_last_message_of_weight_0_is_not_trained_by_any_template(tmp_path: Path,
     (example,) = read(tmp_path, "jsonl", row).examples
     made = registry.find("template", template).bind({})()
     units = list(rows_of(tokenizer_of("chatml"), made, example, "demonstration"))
-    assert units == ["no message that is trained (weight 0 or train: false)"]
+    assert units == ["no trained message (weight 0 or train: false)"]
 
 
 def test_train_on_assistant_trains_earlier_turns_of_dialogues_with_given_answers(tmp_path: Path) -> None:
