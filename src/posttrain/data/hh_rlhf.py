@@ -25,7 +25,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
 
-# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of a turn.
+# Turns begin at the start of the text or after a blank line; elsewhere, ``Human:`` is part of a turn.
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 Half = Literal["first", "second"]
@@ -47,29 +47,29 @@ def hh_rlhf(
     half: Half | None = None,
     strip_thinking: bool = False,
 ) -> Task:
-    """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
+    """HH-RLHF from the hub, or a local file with keys ``chosen``, ``rejected`` and optionally ``subset``.
 
-    Both hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer (chosen
-    1, rejected 0) and the others are the prompt. There is no gold answer. A turn begins with ``Human:`` or
-    ``Assistant:`` behind a blank line; turns of one role that follow one another are one message. Dropped and counted:
-    dialogues that part before their last turn, do not end with the assistant's or begin with it, blank turns, and equal
-    answers.
+    Each key holds a complete dialogue as text. The final assistant turn is the response (chosen 1, rejected 0), and
+    all previous turns form the prompt, without gold answers. Turns begin with ``Human:`` or ``Assistant:`` after a
+    blank line. Consecutive turns by the same role are merged. Dropped and counted: pairs whose prompts differ,
+    dialogues that begin with the assistant or do not end with it, blank turns, and identical responses.
 
     Args:
-        split: ``validation`` is a part of the training dialogues chosen by a hash of their first human turn, so that
-            dialogues that begin alike stand on one side; ``train`` is the rest. ``test`` of a local file is all of it.
-        subset: one of the four, or all. Kept in meta.
-        test_path: the test dialogues of a local ``path``; needed with ``test_share``.
-        validation_share: share of the first turns that is held out.
-        test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
-            test split, on which the reward model was not trained, without its responses. Prompts beyond the share, and
-            test prompts that begin as a held-out dialogue does, are left out and counted.
-        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that
-            holds nothing else, is dropped and counted.
+        split: ``validation`` is selected from training dialogues by hashing the first human turn, so dialogues with a
+            common beginning stay together; ``train`` is the rest. For local files, ``test`` uses all rows.
+        subset: one of the four subsets, or all. Kept in meta.
+        test_path: test dialogues for a local ``path``, required by ``test_share``.
+        validation_share: fraction of first turns to hold out.
+        test_share: for policies trained against a reward model. This fraction of ``train`` prompts comes from the
+            test split, unseen by the reward model, without responses. Surplus prompts are dropped and counted, as are
+            test prompts whose first turn also occurs in the held-out part.
+        half: use only one half of all dialogues, selected by hashing the first human turn, to train a second reward
+            model.
+        strip_thinking: remove ``<think>`` … ``</think>`` from responses. Responses with unclosed thinking, or nothing
+            else, are dropped and counted.
 
     Raises:
-        UsageError: ``test_share`` with a local file and no ``test_path``.
+        UsageError: ``test_share`` with a local file but without ``test_path``.
 
     Source: Bai et al. 2022 (arXiv 2204.05862).
     """
@@ -92,9 +92,9 @@ _opening = partial(prompt_hash, by_opening=True)
 
 
 def _half_of(example: Example) -> Half:
-    """The half of a dialogue, by the 40th bit of its hash.
+    """Assign a dialogue to a half, using the 40th bit of its hash.
 
-    The split says nothing about this bit, so two models never learn the same prompts.
+    This bit is independent of the split, so two models never train on the same prompts.
     """
     if int(_opening(example) * 2**40) & 1:
         return "second"
@@ -102,7 +102,7 @@ def _half_of(example: Example) -> Half:
 
 
 def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> CollectedExamples:
-    """All dialogues of a file, or of a split on the hub, that can be used."""
+    """Read all usable dialogues from a file or hub split."""
 
     if path is None:
         rows = _hub_rows(source, subset)
@@ -116,7 +116,7 @@ def _read(path: str | None, source: str, subset: Subset, split: str, strip_think
 
 
 def _hub_rows(source: str, subset: Subset) -> Iterator[Row]:
-    """The rows of a split on the hub, with their subset as a key."""
+    """Read rows from a hub split, adding their subset as a key."""
     names: Sequence[Subset] = (subset,)
     if subset == "all":
         names = SUBSETS
@@ -126,7 +126,7 @@ def _hub_rows(source: str, subset: Subset) -> Iterator[Row]:
 
 
 def _file_rows(path: str, subset: Subset) -> Iterator[Row]:
-    """The rows of a local file that belong to the subset."""
+    """Read a subset's rows from a local file."""
     for row in read_file(path):
         row.refuse_if(
             subset != "all" and not row.has("subset"),
@@ -137,10 +137,10 @@ def _file_rows(path: str, subset: Subset) -> Iterator[Row]:
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
-    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
+    """Parse turns, stripping whitespace. Turns may be blank or repeat the previous role.
 
     Raises:
-        Dropped: no turn, or text before the first one.
+        Dropped: no turns, or text before the first.
     """
     before, *parts = _TURN.split(text)
     drop_if(not parts or before.strip(), "the text does not begin with a turn ('Human:' or 'Assistant:')")
@@ -148,12 +148,12 @@ def parse_turns(text: str) -> tuple[Message, ...]:
 
 
 def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
-    """Turns of one role that follow one another as one message, a blank line between their texts.
+    """Merge consecutive turns by the same role, separated by blank lines.
 
-    Chat templates ask for roles that alternate. A blank turn next to one of its own role disappears in it.
+    Chat templates require alternating roles. Blank turns disappear when merged with neighbors.
 
     Raises:
-        Dropped: a blank turn that stands alone.
+        Dropped: an isolated blank turn.
     """
     merged = []
     for role, same in groupby(turns, key=attrgetter("role")):
@@ -164,11 +164,11 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
-    """One row as a pair.
+    """Read a row as a preference pair.
 
     Raises:
-        Dropped: the row cannot be used.
-        DataError: a key is missing or of the wrong type.
+        Dropped: unusable row.
+        DataError: missing key or wrong type.
     """
     chosen = parse_turns(row.text("chosen"))
     rejected = parse_turns(row.text("rejected"))
@@ -192,10 +192,11 @@ def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
 def _mix_prompts(
     train: Sequence[Example], tests: CollectedExamples, share: float, whole: CollectedExamples
 ) -> list[Example]:
-    """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
+    """Combine training examples with test prompts, which make up a fraction ``share`` and lose their responses.
 
-    Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many
-    loses those of the highest hash. All are counted in ``whole``. Meta says of which split a prompt is.
+    Test dialogues beginning like a held-out one (in ``whole`` but not in ``train``) are dropped. Whichever side is
+    too large loses the examples with the highest hashes. Dropped examples are counted in ``whole``. meta records the
+    original split.
     """
     whole.dropped.update(tests.dropped)
     held_out = {_opening(e) for e in whole.examples} - {_opening(e) for e in train}
@@ -217,19 +218,19 @@ def _mix_prompts(
 
 
 def _of_lowest_hash(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples whose prompts have the lowest hashes, in their order."""
+    """Select the ``count`` examples with the lowest prompt hashes, preserving order."""
     by_hash = sorted(range(len(examples)), key=lambda place: prompt_hash(examples[place]))
     return [examples[place] for place in sorted(by_hash[:count])]
 
 
 def answer_text(text: str, *, strip_thinking: bool) -> str:
-    """Return a given answer as it stands, or without its thinking and the white space around what is left.
+    """Optionally strip thinking and surrounding whitespace from a response.
 
-    Blocks of thinking go with the blocks inside them. A ``</think>`` that closes nothing ends thinking that the prompt
-    opened: all before it goes as well.
+    Thinking blocks may be nested. An unmatched ``</think>`` closes a block opened by the prompt, so everything before
+    it is removed too.
 
     Raises:
-        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+        Dropped: an unclosed ``<think>``, or nothing but thinking.
     """
     if not strip_thinking:
         return text
