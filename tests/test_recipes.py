@@ -62,7 +62,7 @@ ALIKE = {
     *("sft-math", "sft-math-qwen3-0.6b", "grpo-math-olmo2-1b", "dpo-preferences-olmo2-1b", "sft-hh-gpt2"),
     *("reasoning-gym/dr-grpo", "reasoning-gym/ppo", "reasoning-gym/cispo", "reasoning-gym/gspo"),
     *("reasoning-gym/reinforce", "reasoning-gym/rloo", "tiny/grpo", "tiny/grpo-demo", "rl/dr-grpo", "tiny/pretrain"),
-    "tiny/grpo-calculator",
+    *("tiny/grpo-calculator", "tiny/grpo-top-p"),
     *("smollm2/grpo-chain-sum", "smollm2/sft", "smollm2/dpo", "sft-gsm8k-smollm2-135m", "grpo-gsm8k-smollm2-135m"),
 }
 TRAINED = [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in NAMES]

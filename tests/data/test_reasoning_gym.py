@@ -81,7 +81,7 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
     held = split_of_question("1 + 1?")
     other = "test" if held != "test" else "train"
     assert examples_on_demand("same", held, 1, same, lambda _: same)[0].answer == "2"
-    with refuses(UsageError, "few distinct questions", f"{held} split"):
+    with refuses(UsageError, "few distinct questions", f"{other} split"):
         examples_on_demand("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 

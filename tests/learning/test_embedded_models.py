@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,15 @@ def test_grpo_from_tiny_sft_learns(tmp_path: Path) -> None:
     assert first["format"] == 1.0
     assert last["accuracy"] > first["accuracy"] + 0.5
     assert last["completion_length"] > 2 * first["completion_length"]
+
+
+def test_grpo_under_top_p_learns_and_its_ratio_begins_at_one(tmp_path: Path) -> None:
+    changes = [("train.steps", "40"), ("eval.num_examples", "200"), ("eval.every", "40")]
+    run = launch(load_recipe("tiny/grpo-top-p", changes), root=tmp_path, name="grpo").folder
+    log = MetricsLog(run / "metrics.jsonl").read()
+    first, *_, last = (point.results for point in evaluation_points(log))
+    assert last["accuracy"] > first["accuracy"] + 0.5
+    steps = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    distances = [step["ratio_distance"] for step in steps if "ratio_distance" in step]
+    assert len(distances) == 40
+    assert max(distances) < 1e-6, "one update per batch: the ratio is 1 at every update"

@@ -1,7 +1,7 @@
 """Every shipped recipe of the embedded model does what its description promises: minutes each, so in the slow suite.
 
-Tested elsewhere: ``tiny/grpo`` and ``tiny/sft`` (``test_embedded_models``); ``tiny/grpo-demo``, ``tiny/sft-calculator``
-and ``tiny/grpo-calculator`` (``commands/test_demo_learns``).
+Tested elsewhere: ``tiny/grpo``, ``tiny/grpo-top-p`` and ``tiny/sft`` (``test_embedded_models``); ``tiny/grpo-demo``,
+``tiny/sft-calculator`` and ``tiny/grpo-calculator`` (``commands/test_demo_learns``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.runs.launch import RunStart, launch
 from posttrain.store.metrics import MetricsLog, evaluation_points
 
 pytestmark = pytest.mark.slow
-ELSEWHERE = {"grpo", "grpo-demo", "grpo-calculator", "sft", "sft-calculator"}
+ELSEWHERE = {"grpo", "grpo-top-p", "grpo-demo", "grpo-calculator", "sft", "sft-calculator"}
 HERE = {"lm-hh", "orm", "pretrain", "prm", "rm", "rm-hh", "sae", "what-did-rl-change"}
 
 

@@ -19,6 +19,7 @@ from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Engine, Reply, Sampling
 from posttrain.sampling.native.engine import NativeEngine
+from posttrain.store.metrics import MetricsLog, evaluation_points
 from posttrain.training.build import prepare
 from posttrain.training.step import accumulate
 from posttrain.types import LogitRules, Sample, collate
@@ -277,3 +278,40 @@ def test_rules_that_cannot_be_followed_are_refused_by_name(changes: dict[str, An
 def test_generate_with_rules_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
     with refuses(UsageError, *options):
         NativeEngine(build_tiny_random("qwen3")).generate([[5]], [[1]], Sampling(5, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.3}, {"min_tokens": 6}, {"repetition_penalty": 1.5}, {"stop": ["a"]}],
+)
+def test_option_of_sampling_acts_on_the_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    train = {"steps": 2, "lr": 1e-3}
+    run(tmp_path / "plain", one_layer_recipe("grpo", train=train))
+    run(tmp_path / "changed", one_layer_recipe("grpo", train=train, rollout=options))
+    assert not same_bits(saved_tensors(tmp_path / "plain", 2), saved_tensors(tmp_path / "changed", 2))
+
+
+def test_evaluation_of_a_run_takes_its_own_rules(tmp_path: Path) -> None:
+    """Greedy answers of the same weights: some end at the text, and none is shorter than the minimum."""
+    results = {}
+    for name, options in {"plain": {}, "stop": {"stop": list("aeiou ")}, "long": {"min_tokens": 10}}.items():
+        evaluation = {"every": 1, "num_examples": 6, "max_tokens": 12} | options
+        recipe = one_layer_recipe("grpo", train={"steps": 1, "lr": 1e-12}, eval=evaluation)
+        run(tmp_path / name, recipe)
+        first = evaluation_points(MetricsLog(tmp_path / name / "metrics.jsonl").read())[0]
+        results[name] = first.results["completion_length"]
+    assert results["stop"] < results["plain"]
+    assert results["long"] >= 10.0
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "named"),
+    [
+        ({"min_p": 0.1}, "min_p"),
+        ({"temperature": 1.0, "stop": [""]}, "stop"),
+        ({"min_tokens": 2, "engine": {"name": "scripted", "texts": ["1"]}}, "eval.min_tokens"),
+    ],
+)
+def test_evaluation_under_rules_that_cannot_be_is_refused(evaluation: dict[str, Any], named: str) -> None:
+    with refuses(RecipeError, named):
+        prepare(one_layer_recipe("grpo", eval={"every": 1, "num_examples": 2} | evaluation))

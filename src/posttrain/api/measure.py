@@ -31,6 +31,7 @@ from posttrain.evaluation import DEFAULT_BATCH
 from posttrain.evaluation.files import FinishedEvaluation
 from posttrain.evaluation.items import Item
 from posttrain.evaluation.plan import (
+    Drawing,
     EvaluationPlan,
     EvaluationProgress,
     EvaluationRequest,
@@ -44,6 +45,7 @@ from posttrain.recipes.sections import Component, read_component
 from posttrain.registry import stop_import, suggest
 from posttrain.reports.evaluation_page import write_page, write_table_page
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import NO_RULES, DecodingRules, read_rules
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.sampling.rollout import Attempt
 from posttrain.terminal.console import open_console, say_template
@@ -53,7 +55,9 @@ from posttrain.untrusted import harmless
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
 # Arguments of both functions by the options of the commands.
-_ALIKE = {f"--{name.replace('_', '-')}": name for name in ("max_tokens", "temperature", "top_p", "top_k", "template")}
+_ALIKE = {f"--{name.replace('_', '-')}": name for name in (
+    "max_tokens", "temperature", "top_p", "top_k", "template", "min_p", "min_tokens", "repetition_penalty", "stop"
+)}  # fmt: skip
 _OF_EVALUATE = {
     "--task": "data",
     "--limit": "limit",
@@ -158,6 +162,10 @@ def evaluate(
     top_p: float | None = None,
     top_k: int | None = None,
     max_tokens: int | None = None,
+    min_p: float | None = None,
+    min_tokens: int | None = None,
+    repetition_penalty: float | None = None,
+    stop: str | Sequence[str] | None = None,
     seed: int = 0,
     template: str | Mapping[str, object] | None = None,
     engine: str | Mapping[str, object] = "native",
@@ -173,11 +181,10 @@ def evaluate(
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default that of the run.
         limit: rows at most; ``samples``: answers to each row; ``k``: of pass@k.
-        temperature: 0 is greedy; by default 0 for one answer to each item, else 1.
+        temperature: 0 is greedy; by default 0 for one answer to each item, else 1. Others are as keys of ``eval``.
         max_tokens: of an answer; by default, as ``template``, that of the run, else 256.
-        best_of: a reward model's run that chooses among the samples.
+        best_of: a reward model's run that chooses among the samples. ``progress``: show a bar.
         out: the folder of the results; by default in the run, else below ``evaluations``.
-        progress: show a bar.
 
     Raises:
         UsageError: something that cannot be measured; the message says what would work.
@@ -191,20 +198,31 @@ def evaluate(
     counts = {"limit": limit, "samples": samples}
     check_inputs(counts, {"max_tokens": max_tokens, "top_k": top_k}, others, _OF_EVALUATE, "evaluate")
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
-    drawn = {"samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    rest = {"n": limit, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
-    numbers = {name: plain_number(value) for name, value in {**drawn, **rest}.items()}
+    numbers = {"n": limit, "samples": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    numbers |= {"max_tokens": max_tokens, "min_p": min_p, "min_tokens": min_tokens, "seed": seed}
+    numbers["repetition_penalty"] = repetition_penalty
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(k=plain_counts("k", k), **numbers),
+        drawing=_drawing_of(k, stop, numbers),
         tasks=_read_components("data", _rows_to_measure(data, runs)),
         templates=_read_components("template", template),
         engine=read_component(plain_component("engine", engine), "engine"),
         best_of=_source_at("best_of", best_of, runs),
         out=_path_at("out", out),
     )
+    return _measured(request, progress)
+
+
+def _measured(request: EvaluationRequest, progress: bool) -> Measured:
+    """Carry out a request of one model."""
     with choose_evaluation_progress(open_console(), not progress) as view:
         return Measured(evaluate_plan(make_plan(request), view)[0])
+
+
+def _drawing_of(k: object, stop: str | Sequence[str] | None, numbers: Mapping[str, object]) -> Drawing:
+    """Return how answers are drawn, of numbers as a user gives them."""
+    plain: dict[str, Any] = {name: plain_number(value) for name, value in numbers.items()}
+    return choose_drawing(k=plain_counts("k", k), stop=stop, batch=DEFAULT_BATCH, **plain)
 
 
 def evaluate_plan(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
@@ -263,6 +281,10 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int | None = None,
+    min_p: float | None = None,
+    min_tokens: int | None = None,
+    repetition_penalty: float | None = None,
+    stop: str | Sequence[str] | None = None,
     seed: int = 0,
     template: str | Mapping[str, object] | None = None,
     runs_dir: Place = "runs",
@@ -274,10 +296,9 @@ def generate(
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
-        samples: answers to each prompt.
-        temperature: 0 is greedy.
-        max_tokens: by default that of the run.
-        template: by default that of the run.
+        samples: answers to each prompt. ``temperature``: 0 is greedy.
+        min_p, min_tokens, repetition_penalty, stop: as the keys of ``eval`` in a recipe.
+        max_tokens, template: by default those of the run.
         progress: say on stderr under which template the model is asked, if neither you nor a run says so.
 
     Raises:
@@ -293,6 +314,7 @@ def generate(
     runs = _check_drawing(temperature, top_p, seed, progress, runs_dir)
     samples, max_tokens, seed = map(plain_number, (samples, max_tokens, seed))
     temperature, top_p, top_k = map(plain_number, (temperature, top_p, top_k))
+    rules = read_rules(plain_number(min_p), plain_number(min_tokens), plain_number(repetition_penalty), stop)
     source = find_source(model_name(model, runs), runs)
     examples = examples_of(prompts)
     word = _template_for(source, template)
@@ -308,6 +330,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        rules=rules,
     )
 
 
@@ -329,6 +352,7 @@ def answers_to(
     temperature: float,
     top_p: float = 1.0,
     top_k: int | None = None,
+    rules: DecodingRules = NO_RULES,
 ) -> list[Answer]:
     """Sample answers to each example, and grade those with a gold answer."""
     template = model.grader.template
@@ -339,7 +363,7 @@ def answers_to(
         if number > 0:
             place = (number,)
         keys.append([derive_key(seed, "generate", *place, i) for i in range(samples)])
-    sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
+    sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p, rules)
     sampled = model.engine.generate(prompts, keys, sampling)
     answers = []
     for example, prompt, completions in zip(examples, prompts, sampled, strict=True):

@@ -138,7 +138,7 @@ class Run:
 
         Args:
             to: a new folder outside of the runs.
-            weights: ``best``, ``last`` or ``none``; by default the best, else the last.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
             merge: add a LoRA adapter to its base, so that the model stands alone.
 
         Examples:
@@ -149,7 +149,7 @@ class Run:
 
         check_flag("merge", merge)
         if weights is not None and not isinstance(weights, str):
-            raise UsageError(f"weights: {shorten(weights)} is none. Give best, last or none")
+            raise UsageError(f"weights: {shorten(weights)} is none. Give best, last, ema or none")
 
         return export_run(
             self.folder.parent, self.folder, Path(plain_path("to", to)), weights=weights, merge=merge

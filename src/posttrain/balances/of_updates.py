@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -144,6 +145,7 @@ def along_directions(name: str, sample: Tensor) -> dict[str, float]:
     return products
 
 
+@lru_cache(maxsize=2 * NUM_DIRECTIONS)  # each update of a run has samples of one size
 def _signs(count: int, number: int) -> Tensor:
     """``float64 [count]`` of ±1 that look random; whole numbers mixed as in MurmurHash3 (Appleby 2011)."""
     mixed = torch.arange(1, count + 1) * 0x9E3779B1 + number * 0x85EBCA6B

@@ -14,6 +14,7 @@ from posttrain.data.base import build_task, choose_task
 from posttrain.data.rendered import take_rendered_prompts
 from posttrain.errors import UsageError
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import read_rules
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Example, Message
@@ -57,6 +58,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
             temperature=arguments.temperature,
             top_p=arguments.top_p,
             top_k=arguments.top_k,
+            rules=read_rules(arguments.min_p, arguments.min_tokens, arguments.repetition_penalty, arguments.stop),
         )
     console = open_console()
     if change:

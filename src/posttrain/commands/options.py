@@ -270,6 +270,13 @@ TEMPLATE = option(
     "--template", help="prompt template (default: the run's, else the model's chat template, else r1_zero)"
 )
 MAX_TOKENS = option("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+# Options of sampling that most answers leave as they are.
+RULES = (
+    option("--min-p", type=nonnegative_float, metavar="P", help="only tokens of this share of the largest chance"),
+    option("--min-tokens", type=natural, metavar="N", help="no answer ends before it has so many tokens"),
+    option("--repetition-penalty", type=nonnegative_float, metavar="R", help="of tokens that came before (default: 1)"),
+    option("--stop", action="append", metavar="TEXT", help="ends an answer where it is complete; may be given again"),
+)
 
 # Options of a model that is steered, by the title of their group.
 STEERING = {
@@ -382,7 +389,7 @@ RUNS = {
     "export": CommandOptions(
         _NAME,
         option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
-        option("--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"),
+        option("--weights", choices=("best", "last", "ema", "none"), help="default: best, else last"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),
     "resume": CommandOptions(

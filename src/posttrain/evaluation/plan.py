@@ -41,7 +41,7 @@ from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import TURN_DEFAULTS, Component, task_components
-from posttrain.sampling.base import SMALLEST_TEMPERATURE
+from posttrain.sampling.base import NO_RULES, SMALLEST_TEMPERATURE, DecodingRules, read_rules
 from posttrain.sampling.models import (
     NATIVE,
     Device,
@@ -75,6 +75,12 @@ class Drawing:
     max_tokens: int | None = None
     seed: int = 0
     batch: int | None = None
+    rules: DecodingRules = NO_RULES
+
+    def as_settings(self) -> dict[str, Any]:
+        """Return all as plain data; of the rules those that are given."""
+        settings = {name: value for name, value in asdict(self).items() if name != "rules"}
+        return settings | self.rules.given()
 
 
 def choose_drawing(
@@ -84,6 +90,10 @@ def choose_drawing(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    min_tokens: int | None = None,
+    repetition_penalty: float | None = None,
+    stop: str | Sequence[str] | None = None,
     **others: Any,
 ) -> Drawing:
     """Return the settings of drawing, with the defaults that depend on one another.
@@ -105,6 +115,9 @@ def choose_drawing(
         k = ()
     elif isinstance(k, int):
         k = [k]
+    rules = read_rules(min_p, min_tokens, repetition_penalty, stop)
+    if temperature == 0 and rules.min_p > 0:
+        raise UsageError("--min-p: greedy decoding draws nothing; give --temperature above 0 with it")
     for wanted in k:
         if wanted > samples:
             raise UsageError(
@@ -116,7 +129,7 @@ def choose_drawing(
         ks = default_ks(samples)
     if top_p is None:
         top_p = 1.0
-    return Drawing(samples=samples, ks=ks, temperature=temperature, top_k=top_k, top_p=top_p, **others)
+    return Drawing(samples=samples, ks=ks, temperature=temperature, top_k=top_k, top_p=top_p, rules=rules, **others)
 
 
 @dataclass(frozen=True)
@@ -192,7 +205,7 @@ class EvaluationPlan:
             settings["environment"] = environment
             settings["tools"] = recipe.tools
             settings["turns"] = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
-        settings |= asdict(request.drawing)
+        settings |= request.drawing.as_settings()
         settings["batch"] = None
         settings["max_tokens"] = trial.max_tokens
         settings["engine"] = request.engine.model_dump()
@@ -398,7 +411,7 @@ def measure(
     max_tokens = drawing.max_tokens or model.source.max_tokens
     questions = Questions(
         task,
-        model.sampling(max_tokens, drawing.temperature, drawing.top_k, drawing.top_p),
+        model.sampling(max_tokens, drawing.temperature, drawing.top_k, drawing.top_p, drawing.rules),
         drawing.n,
         samples=drawing.samples,
         ks=drawing.ks,

@@ -240,7 +240,10 @@ def to_markdown(table: TextTable) -> str:
 
 COMPARISON = "comparison.json"
 # Settings in which two evaluations must agree: else more than the model would differ.
-ALIKE = ("samples", "max_tokens", "temperature", "top_k", "top_p", "best_of")
+ALIKE = (
+    "samples", "max_tokens", "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "stop",
+    "best_of",
+)  # fmt: skip
 # Settings in which they may differ; the differences are reported.
 MAY_DIFFER = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
 ALPHA = 0.05

@@ -25,6 +25,7 @@ from posttrain.evaluation.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.recipes.sections import Component
+from posttrain.sampling.base import NO_RULES
 from posttrain.sampling.llm_judge import PairJudge
 from posttrain.sampling.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.store.rollouts import prompt_text
@@ -203,8 +204,11 @@ def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, items: Sequence[
         return "it needs both models in this process; use --engine native"
     if drawing.temperature == 0:
         return "greedy decoding draws from no distribution; give --temperature above 0"
-    if drawing.top_k is not None or drawing.top_p < 1.0:
-        return "the answers are drawn from cut distributions; leave --top-k and --top-p out"
+    if drawing.top_k is not None or drawing.top_p < 1.0 or drawing.rules != NO_RULES:
+        return (
+            "the answers are drawn from changed distributions; leave --top-k, --top-p, --min-p, --min-tokens, "
+            "--repetition-penalty and --stop out"
+        )
     if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
         return "the two models have different tokenizers, so their distributions are over different tokens"
     if any(item.a[0].prompt_ids != item.b[0].prompt_ids for item in items):
@@ -261,6 +265,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
     folder = evaluation_folder(a, request.out, name)
     refuse_other(folder)
     drawn = {key: getattr(drawing, key) for key in ("n", "samples", "temperature", "top_k", "top_p")}
+    drawn |= drawing.rules.given()
     settings = {
         "a": a.name,
         "b": b.name,

@@ -55,13 +55,11 @@ OPTIONS = {
     ),
     "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
-        "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path bemacallback "
+        "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path "
         "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
         "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
     ),
-    "the weights are those of the optimizer; train.schedule with train.min_lr_ratio makes them settle": (
-        "ema enable_ema ema_beta ema_decay use_ema exponential_moving_average bema swa model_averaging"
-    ),
+    "train.ema_decay averages after every update, with one decay": "bema bemacallback swa",
     "a teacher is a model in this process, teacher.name": (
         "distillation.n_gpus_per_node teacher_server_urls use_teacher_server teacher_model_server_url "
         "teacher_model_init_kwargs teacher_gpu_ids teacher_key kd_online_server_base_url kd_online_topk "
@@ -101,7 +99,6 @@ OPTIONS = {
         "num_gpu_blocks_override preemption_mode async_scheduling enable_log_requests async_engine "
         "update_weight_buffer_size"
     ),
-    "no noise is added to embeddings": "neftune_noise_alpha noisy_embedding_alpha neftune neftune_alpha",
     "an adapter trains linear layers alone; leave model.adapter out to train all": (
         "modules_to_save lora_modules_to_save trainable_token_indices peft_trainable_token_indices "
         "train_embeddings embedding_learning_rate lora_bias bias lora_embedding_kernel additional_target"
@@ -153,10 +150,7 @@ OPTIONS = {
     "supervised rows are weighed by objective and aggregate; objective.label_smoothing is for dpo": (
         "label_smoothing_factor class_weights focal_loss use_eaft eaft_alpha use_eaft_loss eaft_k"
     ),
-    "a model's own loss terms are not trained": (
-        "router_aux_loss_coef aux_loss_coef load_balancing_loss load_balancing_weight output_router_logits "
-        "moe_aux_loss z_loss aux_loss_alpha moe_aux_loss_coef mtp"
-    ),
+    "a model's own loss terms are not trained": ("z_loss mtp"),
     "a router's choices are computed again in training; correction weighs the difference": (
         "enable_router_replay enable_rollout_routing_replay router_replay routing_replay r3 "
         "enable_return_routed_experts"

@@ -215,6 +215,11 @@ SAID = {
     "teacher.name, one model": "teacher_models",
     "teacher.weights: live, start or ema, which takes in every update": "teacher_model_kind teacher_sync_steps",
     "teacher.prompt_format, with {question} and {shown} in it": "teacher_prompt_template reprompt_template",
+    "train.router_aux_loss_coef; by default the coefficient of a model whose config has output_router_logits": (
+        "output_router_logits"
+    ),
+    "train.ema_decay, such as 0.999": "ema enable_ema use_ema exponential_moving_average model_averaging",
+    "train.neftune_noise_alpha, such as 5": "neftune",
     "teacher.ema_decay, which is 1 less the rate, with teacher.weights: ema": "teacher_update_rate",
     "rollout.engine.url, one address": "client.base_url",
     "rollout.tool_seconds, of one call of a tool": "env.timeout",

@@ -69,6 +69,10 @@ KEYS = {
     ),
     "eval.temperature": "val_kwargs.temperature eval.sampling.temperature eval_temperature",
     "eval.top_p": "val_kwargs.top_p eval.sampling.top_p eval_top_p",
+    "eval.min_p": "val_kwargs.min_p eval.sampling.min_p eval_min_p",
+    "eval.min_tokens": "eval.sampling.min_tokens eval_min_tokens",
+    "eval.repetition_penalty": "eval.sampling.repetition_penalty eval_repetition_penalty",
+    "eval.stop": "eval.sampling.stop eval_stop",
     "eval.top_k": "val_kwargs.top_k eval.sampling.top_k eval_top_k",
     "eval.max_tokens": (
         "eval_response_length eval.sampling.max_tokens eval_max_new_tokens generation_max_length eval_max_response_len"
@@ -193,6 +197,12 @@ KEYS = {
     "model.adapter.target_parameters": "lora_target_parameters target_parameters",
     "model.adapter.use_rslora": "use_rslora peft_use_rslora",
     "model.adapter.use_dora": "use_dora peft_use_dora",
+    "train.router_aux_loss_coef": (
+        "router_aux_loss_coef aux_loss_coef load_balancing_loss load_balancing_weight moe_aux_loss aux_loss_alpha "
+        "moe_aux_loss_coef"
+    ),
+    "train.neftune_noise_alpha": "neftune_noise_alpha noisy_embedding_alpha neftune_alpha",
+    "train.ema_decay": "ema_decay ema_beta",
     "teacher.name": (
         "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path "
         "teacher_model.model_path"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.acting import sections as conditions
-from posttrain.option_types import Few, Seed, Tokens
+from posttrain.option_types import Few, Seed, StopTexts, Tokens
 from posttrain.recipes.sections import Component, ComponentList, Every, Section
 
 
@@ -25,6 +25,11 @@ class EvalSection(Section):
         temperature: of sampling; 0 is greedy decoding.
         top_k: sample from the k likeliest tokens only.
         top_p: sample from the likeliest tokens that have this probability together.
+        min_p: sample from the tokens of at least this share of the largest probability.
+        min_tokens: an answer does not end before it has so many tokens.
+        repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
+            negative ones.
+        stop: texts, each of which ends an answer where it is complete.
         num_kl_prompts: so many prompts are answered at the temperature of training, for entropy and the KL from
             the initial model; by default 64 where a reward model pays, else none.
         best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
@@ -44,6 +49,10 @@ class EvalSection(Section):
     temperature: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0.0, ge=0)
     top_k: Annotated[int | None, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=None, ge=1)
     top_p: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=1)
+    min_p: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0.0, ge=0, le=1)
+    min_tokens: Annotated[int, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0, ge=0)
+    repetition_penalty: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=10)
+    stop: Annotated[StopTexts, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
@@ -52,6 +61,7 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
         draws = {"samples": self.samples > 1, "top_k": self.top_k is not None, "top_p": self.top_p < 1}
+        draws["min_p"] = self.min_p > 0
         for key, is_set in draws.items():
             if is_set and self.temperature == 0:
                 raise ValueError(

@@ -136,6 +136,7 @@ class Recipe(Content):
     def rules(self) -> Iterator[Rule]:
         """Yield conditions between sections that need no component; ``training/checks`` has those that do."""
         yield from self._mixture_rules()
+        yield from self._rules_of_weights()
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         if self.rollout is None:
             yield self.data is None, "rollout", one
@@ -151,6 +152,18 @@ class Recipe(Content):
             yield from self._supervised_rules()
         if self.rollout is not None:
             yield from self._rollout_rules(self.rollout)
+
+    def _rules_of_weights(self) -> Iterator[Rule]:
+        """Yield conditions of averages, of routers' loss, and of what a teacher sees."""
+        is_sharded = self.scale.sharding != "none"
+        whole = ": it is not kept for sharded weights; use scale.sharding none, or leave it out"
+        for key in ("router_aux_loss_coef", "ema_decay"):
+            yield getattr(self.train, key) and is_sharded, f"train.{key}", whole
+        if self.teacher is None:
+            return
+        yield self.teacher.weights == "ema" and is_sharded, "teacher.weights", whole
+        silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
+        yield self.teacher.sees == "environment" and self.environment is None, "teacher.sees", silent
 
     def _mixture_rules(self) -> Iterator[Rule]:
         tasks = {"task": self.task}
@@ -177,6 +190,8 @@ class Recipe(Content):
             yield getattr(self.train, key) != 1, f"train.{key}", reused
 
     def _rollout_rules(self, rollout: RolloutSection) -> Iterator[Rule]:
+        noisy = ": noise on the embeddings would train another policy than the one that sampled; it is for 'data'"
+        yield self.train.neftune_noise_alpha is not None, "train.neftune_noise_alpha", noisy
         if self.environment is None and not self.tools:
             for key in (*TURN_DEFAULTS, "max_turn_tokens"):
                 one_turn = (

@@ -466,6 +466,11 @@ class TrainSection(Section):
             the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
         keep_checkpoints: so many newest checkpoints are kept, and the best.
         strict: end the run at an update that its records do not give; without it that is a notice.
+        router_aux_loss_coef: weight of the loss that balances the routers of a mixture of experts, over all tokens of
+            an update; by default what the model's configuration asks for (``output_router_logits``).
+        neftune_noise_alpha: α of the noise on the embeddings in training (NEFTune); by default none.
+        ema_decay: keep an exponential moving average of the weights, of which an update keeps this share. It is
+            evaluated next to the weights, and ``posttrain runs export --weights ema`` gives it away.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -488,6 +493,9 @@ class TrainSection(Section):
     skip_zero_rows: bool = True
     keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
     strict: bool = False
+    router_aux_loss_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    neftune_noise_alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
 
     @property
     def updates_per_batch(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ UNLIMITED_CONTEXT = 1 << 31
 SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
 # Tokens of a kept set at most, as in prime-rl (its pull request 3235): without a bound of one's own the likeliest ones.
 MOST_KEPT = 512
+MOST_STOP_TEXTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,57 @@ class Sampling:
         if self.max_total_tokens is None:
             return context
         return min(context, self.max_total_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRules:
+    """Options of ``Sampling`` that most requests leave as they are."""
+
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    def onto(self, sampling: Sampling) -> Sampling:
+        """Return the sampling with these options."""
+        return replace(sampling, **asdict(self))
+
+    def given(self) -> dict[str, object]:
+        """Return those that are not as they are by default."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(NO_RULES, name)}
+
+
+NO_RULES = DecodingRules()
+
+
+def read_rules(
+    min_p: float | None, min_tokens: int | None, repetition_penalty: float | None, stop: str | Sequence[str] | None
+) -> DecodingRules:
+    """Return rules as a user gives them; None is the default of each, and a text alone is one stop text.
+
+    Raises:
+        UsageError: one of another kind or out of range, by its name.
+    """
+    texts: list[object] = []
+    if isinstance(stop, str):
+        texts = [stop]
+    elif isinstance(stop, Sequence):
+        texts = list(stop)
+    elif stop is not None:
+        texts = [stop]
+    if len(texts) > MOST_STOP_TEXTS or not all(isinstance(one, str) and 0 < len(one) <= 1000 for one in texts):
+        raise UsageError(
+            f"stop: {stop!r:.80} is no list of at most {MOST_STOP_TEXTS} texts of 1 to 1000 characters. Give such texts"
+        )
+    numbers = {"min_p": (min_p, 0.0, 1.0), "min_tokens": (min_tokens, 0, math.inf)}
+    numbers["repetition_penalty"] = (repetition_penalty, 1e-6, 1e6)
+    for name, (value, least, most) in numbers.items():
+        is_number = isinstance(value, int if name == "min_tokens" else int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= most):
+            raise UsageError(f"{name}: {value!r:.40} is out of range. Give {least:g} to {most:g}")
+    return DecodingRules(
+        float(min_p or 0.0), int(min_tokens or 0), float(repetition_penalty or 1.0), tuple(str(one) for one in texts)
+    )
 
 
 def num_tokens_of(tokenizer: object) -> int | None:

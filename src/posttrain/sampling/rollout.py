@@ -31,7 +31,7 @@ from posttrain.graders.rewards import (
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardComponent
-from posttrain.sampling.base import Engine, Episode, Sampling
+from posttrain.sampling.base import NO_RULES, DecodingRules, Engine, Episode, Sampling
 from posttrain.store.metric_names import METRICS
 from posttrain.types import Completion, Example, Rollout, Turn
 
@@ -227,13 +227,20 @@ class Sampler:
     process_group: ProcessGroup = field(default=SINGLE_PROCESS, kw_only=True)
     stage: Stage | None = field(default=None, kw_only=True)
 
-    def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
+    def sampling(
+        self,
+        max_tokens: int,
+        temperature: float,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        rules: DecodingRules = NO_RULES,
+    ) -> Sampling:
         """Return the options of sampling; a completion ends at the template's end tokens."""
         ends = stop_ids(self.tokenizer, self.grader.template)
         turn = None
         if self.stage is not None:
             turn = self.stage.max_turn_tokens
-        return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens, turn)
+        return rules.onto(Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens, turn))
 
 
 @dataclass(frozen=True)

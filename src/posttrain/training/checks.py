@@ -276,10 +276,6 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
     for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
         is_unusual = getattr(teacher, key) != usual
         yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
-    silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
-    yield teacher.sees == "environment" and w.recipe.environment is None, "teacher.sees", silent
-    sharded = ": an average of sharded weights is not kept; use scale.sharding none, or teacher.weights start or live"
-    yield teacher.weights == "ema" and w.recipe.scale.sharding != "none", "teacher.weights", sharded
     single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
     others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
     sees_samples = w.teaches_itself and teacher.sees == "right_sample"
@@ -327,6 +323,13 @@ def _of_engines(w: Components) -> Iterator[Rule]:
         engine = registry.find("engine", evaluating.name, "eval.engine")
         follows = engine.traits.get("follows_training", True)
         yield not follows, "eval.engine", elsewhere.format(engine.name)
+    else:
+        engine = w.engine
+    options = recipe.eval
+    changed = {"min_tokens": options.min_tokens > 0, "repetition_penalty": options.repetition_penalty != 1}
+    for key, is_set in (changed | {"stop": bool(options.stop)}).items():
+        unknown = f": engine {engine.name!r} does not know it; evaluate with the native engine, or leave it out"
+        yield is_set and not engine.traits.get("applies_rules", False), f"eval.{key}", unknown
 
 
 def _of_rollouts(w: Components) -> Iterator[Rule]:
@@ -520,6 +523,12 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     """Yield rules about what can be sharded."""
     model = w.recipe.model
     scale = w.recipe.scale
+    elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
+    evaluates = w.recipe.train.ema_decay is not None and bool(w.recipe.eval.every)
+    engine = w.engine
+    if w.recipe.eval.engine is not None:
+        engine = registry.find("engine", w.recipe.eval.engine.name, "eval.engine")
+    yield evaluates and engine.traits.get("takes_weights"), "train.ema_decay", elsewhere
     optimizer = w.recipe.optimizer.name
     if scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
@@ -573,10 +582,16 @@ def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> 
     Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
     would get other masks.
     """
+    from posttrain.models.forward.forward import causal_lm
+    from posttrain.models.forward.routers import configured_coefficient
     from posttrain.training.mismatch import has_dropout
 
     vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")
     if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
+        return None
+    if components.recipe.train.router_aux_loss_coef != 0 and configured_coefficient(causal_lm(forward.model)):
+        return None  # routers are balanced over all rows
+    if components.recipe.train.router_aux_loss_coef:
         return None
     regularizers = components.recipe.regularize
     if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):

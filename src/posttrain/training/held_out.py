@@ -37,7 +37,7 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.sections import Component, RolloutSection, TrainSection
 from posttrain.registry import Entry
-from posttrain.sampling.base import Engine, Sampling
+from posttrain.sampling.base import DecodingRules, Engine, Sampling
 from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
 from posttrain.training.sources.dataset import SupervisedSource
@@ -255,7 +255,8 @@ class Evaluator:
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
         options = self.options
-        sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
+        rules = DecodingRules(options.min_p, options.min_tokens, options.repetition_penalty, tuple(options.stop))
+        sampling = self.sampler.sampling(self.max_tokens, options.temperature, options.top_k, options.top_p, rules)
         questions = Questions(
             task,
             sampling,

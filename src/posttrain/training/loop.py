@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from posttrain.store.metrics import (
 )
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.batch_fields import describe_one_prompt
-from posttrain.training.build import TrainerState, prepare
+from posttrain.training.build import TrainerState, prepare, results_of
 from posttrain.training.checkpoint import (
     Checkpoint,
     check_origins,
@@ -64,7 +64,7 @@ from posttrain.training.records.stored_records import FACTS, write_facts
 from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
 from posttrain.training.sources.stored import save_batch
-from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, noise_of, same_weights
 from posttrain.types import Batch
 
 
@@ -341,23 +341,24 @@ class Loop:
         place = (step, self.process_group.rank) if self.process_group.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         idle_rows = choose_idle_rows(options, step, self.steps)
-        learning = self.parts.learning()
+        learning = replace(self.parts.learning(), noise=noise_of(options, step))
         capture = Capture()
         self.update_records.begin()
         loss, metrics = accumulate(
             learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
         )
         captured = capture.collect(batch, learning.level, self.process_group)
-        found = self.update_records.open_record(draw, step, loss, metrics, captured, learning.forward)
+        own = loss - learning.balancing_loss(metrics)  # the objective's, which its records give
+        found = self.update_records.open_record(draw, step, own, metrics, captured, learning.forward)
         found = check_mismatch(self.plan.rollout, self.parts.policy, batch, found, metrics)
         self.update_records.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
-            own, apart = self.parts.split_parameters()
+            together, apart = self.parts.split_parameters()
             self.update_records.weights.before_update()
             self.consistent = False
-            norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+            norm = apply_update(self.parts.optimizer, together, lr, options.max_grad_norm, loss, step, apart)
             self.parts.follow_update()
         except NonFiniteLoss as error:
             self.consistent = True
@@ -393,17 +394,17 @@ class Loop:
         self.parts.source.wait()
         step = self.step
         done = self.parts.evaluator(step)
-        self._pass_on_warnings()
-
-        evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
+        value = None if primary is None or step == 0 else primary.mean(evaluations.values())
+        done = [*done, *self.parts.evaluate_average(step)]
+        self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            measured = evaluations[evaluation.name] | evaluation.kind_results
+            measured = results_of(evaluation) | evaluation.kind_results
             info = {f"eval/{evaluation.name}/{k}": v for k, v in measured.items()}
             self.metrics.append(step, info, {"evaluation_seconds": evaluation.results["seconds"]})
-        value = None if primary is None or step == 0 else primary.mean(evaluations.values())
         if primary is not None and value is not None:
             before = None if self.best is None else self.best.get(primary.name)  # None: it was another metric
             if before is None or primary.goodness(value) >= primary.goodness(before):

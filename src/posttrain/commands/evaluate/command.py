@@ -6,6 +6,7 @@ import argparse
 
 from posttrain.commands.options import (
     MAX_TOKENS,
+    RULES,
     CommandOptions,
     dtype_of,
     names_between_commas,
@@ -65,6 +66,7 @@ OPTIONS = CommandOptions(
                 "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
             ),
             option("--top-p", type=proportion, help="draw from the likeliest tokens of this mass (default: 1)"),
+            *RULES,
             option("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)"),
             MAX_TOKENS,
             seed_of(),

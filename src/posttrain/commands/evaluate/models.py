@@ -50,9 +50,10 @@ from posttrain.terminal.console import leaves_out_tables, open_console, print_ta
 from posttrain.terminal.evaluation_progress import choose_evaluation_progress
 from posttrain.types import Rollout
 
-DRAWING = ("samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
+_RULES = ("min_p", "min_tokens", "repetition_penalty", "stop")
+DRAWING = ("samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch", *_RULES)
 # Options of sampling, which a reward model cannot use, with their defaults.
-SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of")) | {
+SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of", *_RULES)) | {
     "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
 }  # fmt: skip
 

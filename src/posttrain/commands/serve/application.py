@@ -224,7 +224,16 @@ class Api:
             top_k = body.top_k
         limit = getattr(body, "max_completion_tokens", None) or body.max_tokens or self.max_tokens
         sampling = Sampling(
-            limit, body.temperature, top_k, body.top_p, frozenset(ends), context, num_tokens=self._num_tokens
+            limit,
+            body.temperature,
+            top_k,
+            body.top_p,
+            frozenset(ends),
+            context,
+            num_tokens=self._num_tokens,
+            min_p=body.min_p,
+            min_tokens=body.min_tokens,
+            repetition_penalty=body.repetition_penalty,
         )
         check_sampling(sampling)
         check_prompts(prompts, context, self.vocab_size)

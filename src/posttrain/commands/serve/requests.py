@@ -21,8 +21,8 @@ MAX_ANSWERS = 256  # of one request, over all its prompts
 MAX_MESSAGES = 1000
 # Options that this server does not have, each with the value (or null) that changes nothing.
 NEUTRAL: dict[str, object] = (
-    dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), 0)
-    | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1)
+    dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), 0)
+    | dict.fromkeys(("length_penalty", "best_of"), 1)
     | dict.fromkeys(("use_beam_search", "skip_special_tokens", "include_stop_str_in_output", "echo"), False)
     | {"tools": [], "functions": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "suffix": ""}
     | {"modalities": ["text"], "response_format": {"type": "text"}, "parallel_tool_calls": True}
@@ -92,6 +92,9 @@ class SamplingOptions(Options):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     max_tokens: Tokens | None = None
     seed: Annotated[int | None, Field(ge=0), AnySize()] = None
@@ -188,8 +191,17 @@ def read_request(kind: type[RequestT], body: object) -> RequestT:
         if body[key] not in (None, NEUTRAL[key]):
             problem = f"{key}: this server does not do that; leave it out, or give {NEUTRAL[key]!r}"
             raise BadRequest(problem, key, "not_offered")
+    return check_request(kind, {key: value for key, value in body.items() if key in own})
+
+
+def check_request(kind: type[RequestT], content: object) -> RequestT:
+    """Return a request of this kind.
+
+    Raises:
+        BadRequest: the first value that is none, with its key.
+    """
     try:
-        return kind.model_validate({key: value for key, value in body.items() if key in own})
+        return kind.model_validate(content)
     except ValidationError as error:
         key = None
         place = error.errors(include_url=False)[0]["loc"]
