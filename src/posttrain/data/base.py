@@ -124,7 +124,7 @@ def build_task(component: Component, where: str = "task") -> Task:
         bound = registry.find("task", component.name, where).bind(component.options, where)
         task = registry.call(where, bound)
     if not isinstance(task, Task):
-        what = "the function must return a posttrain.data.base.Task. Rows are given as a list, or as a file"
+        what = "the function must return a posttrain.data.base.Task. To use rows, pass a list or a file"
         raise UsageError(f"{where}: {component.name} returned {registry.describe_result(task)}; {what}")
     return task
 
@@ -146,8 +146,8 @@ def eval_components(trained: Component, named: Sequence[Component]) -> list[Comp
     for held, own in zip(task_components(component), task_components(trained), strict=True):
         if own.options.get("split") in (held.options["split"], "all"):
             raise RecipeError(
-                f"task.split: training on {own.options['split']!r} leaves nothing of task {held.name!r} to "
-                "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+                f"task.split: training on {own.options['split']!r} leaves no part of task {held.name!r} for "
+                "evaluation. Train on a different split, set eval.tasks, or disable evaluation with eval.every: 0"
             )
     return [component]
 
@@ -156,7 +156,7 @@ def _held_out(component: Component) -> Component:
     split = registry.find("task", component.name).traits.get("held_out")
     if split is None:
         raise RecipeError(
-            f"eval.tasks: task {component.name!r} names no held-out split; give eval.tasks, or eval.every: 0"
+            f"eval.tasks: task {component.name!r} defines no held-out split. Set eval.tasks, or eval.every: 0"
         )
     options = {**_without_size(component), "split": split}
     return Component(name=component.name, **options)
@@ -195,7 +195,9 @@ def choose_task(named: Component | None, model: str, trained: Component | None) 
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))
-        raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
+        raise UsageError(
+            f"--task is required, because {model!r} is not a run with a recorded task. Known tasks: {known}"
+        )
     return map_tasks(Component(name=name, **options), lambda component: _with_split(component, "test"))
 
 

@@ -70,15 +70,15 @@ class ChoiceColumns:
         """Format a startup line describing detected columns and index base."""
         if self.kind == "boolean":
             names = " and ".join(BOOLEAN_OPTIONS)
-            return f"multiple choice: {self.gold!r} is true or false, which are the options {names}"
+            return f"multiple choice: boolean {self.gold!r}, shown as options {names}"
         kind: str = self.kind
         if self.kind == "index":
             kind += f", counted from {self.first_index}{self.why}"
         options = ", ".join(self.keys)
         if self.is_shown:
-            options += ", which the prompts show already"
+            options += " (already in the prompts)"
         return (
-            f'multiple choice: options {options}; right one {self.gold} ({kind}). task.choices_key: "" reads no options'
+            f'multiple choice: options {options}; gold answer {self.gold} ({kind}). task.choices_key: "" disables this'
         )
 
     def options_of(self, row: Row) -> tuple[str, ...]:
@@ -87,7 +87,9 @@ class ChoiceColumns:
             return BOOLEAN_OPTIONS
         found = _options(row, self.keys)
         if found is None:
-            raise row.fail(f"{', '.join(map(repr, self.keys))} must hold 2 to {len(LETTERS)} options as in other rows")
+            raise row.fail(
+                f"{', '.join(map(repr, self.keys))} must contain 2 to {len(LETTERS)} options, like other rows"
+            )
         row.used.update(self.keys)
         return found.options
 
@@ -100,7 +102,7 @@ class ChoiceColumns:
         place = _place(row, self.keys, self.gold, self.kind, self.first_index)
         if place is None:
             value = row.data.get(self.gold)
-            raise row.fail(f"{self.gold!r} is none of the options; got {value!r}. Correct it, or leave the row out")
+            raise row.fail(f"{self.gold!r} matches no option; got {value!r}. Correct it, or remove the row")
         return LETTERS[place]
 
 
@@ -143,9 +145,7 @@ def candidate_columns(
         groups = [(choices_key,)]
         bad = next((row for row in rows if _list_of(row, choices_key) is None), None)
         if bad is not None:
-            raise bad.fail(
-                f"task.choices_key: {choices_key!r} must be a list of 2 to {len(LETTERS)} texts in every row"
-            )
+            raise bad.fail(f"task.choices_key: {choices_key!r} must contain 2 to {len(LETTERS)} texts in all rows")
     found = []
     for keys in groups:
         for gold in golds:
@@ -156,8 +156,8 @@ def candidate_columns(
                 found.append(ChoiceColumns(keys, gold, kind))
     if choices_key is not None and not found:
         raise rows[0].fail(
-            f"task.choices_key: no gold answer is an index, a letter or a text of {choices_key!r} in every row. Name "
-            "its column as task.answer_key"
+            f"task.choices_key: no column is an index, letter or text from {choices_key!r} in all rows. Set "
+            "task.answer_key to the gold answer's column"
         )
     if groups or found or not is_named:
         return found
@@ -185,7 +185,7 @@ def choose_columns(
     if chosen.kind == "index":
         chosen = _with_first_index(rows, chosen, first_index)
     elif first_index is not None:
-        raise rows[0].fail(f"task.first_index: {chosen.gold!r} is no index. Leave the option out")
+        raise rows[0].fail(f"task.first_index: {chosen.gold!r} is not an index. Remove the option")
     return replace(chosen, is_shown=all(_shows(prompt_of(row), chosen.options_of(row)) for row in rows))
 
 
@@ -209,7 +209,7 @@ def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset
     wrong = _wrong_options(rows[0], excluded)
     if wrong:
         names = ", ".join(wrong)
-        lines.append(f"{names}: wrong options of a question, which no prompt shows; task.meta: [{names}] silences this")
+        lines.append(f"{names}: incorrect options, not shown in prompts; task.meta: [{names}] silences this")
     for key, value in rows[0].data.items():
         if key not in excluded and isinstance(value, list | tuple):
             line = _describe_list(rows, key, answer_key)
@@ -222,7 +222,7 @@ def _describe_list(rows: Sequence[Row], key: str, answer_key: str) -> str:
     """Describe a list column that resembles options. Empty if it does not."""
     for row in rows:
         if _is_among_many(_value(row, answer_key), _value(row, key)):
-            return f"{key!r} has more than {len(LETTERS)} options of a question, which no prompt shows"
+            return f"{key!r} contains more than {len(LETTERS)} options, so prompts do not show them"
     kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
     unfit = [[row for row in rows if _place(row, (key,), answer_key, kind, 0) is None] for kind in kinds]
     fewest = min(unfit, key=len)
@@ -230,8 +230,8 @@ def _describe_list(rows: Sequence[Row], key: str, answer_key: str) -> str:
         return ""
     gold = shorten(_value(fewest[0], answer_key))
     return (
-        f"{key!r} looks like the options of a question, and in row {fewest[0].number} the gold answer {gold} is "
-        f"none of them, so that no prompt shows them. Correct the row, or silence this by task.meta: [{key}]"
+        f"{key!r} resembles options, but row {fewest[0].number} has the gold answer {gold}, which matches none, so "
+        f"prompts do not show them. Correct the row, or silence this with task.meta: [{key}]"
     )
 
 
@@ -250,7 +250,7 @@ def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: b
     messages = example.messages
     if not (shows or columns.is_shown):
         place = last_of_user(messages)
-        assert place is not None, "every row of a choice has a question"
+        assert place is not None, "multiple choice rows contain a question"
         content = f"{messages[place].content.rstrip()}\n{lettered_lines(options)}"
         messages = with_content(messages, place, content)
     meta = {**example.meta, "choices": list(options)}
@@ -499,14 +499,11 @@ def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:
     left = [one for one in found if strength[one.kind] == best]
     if len({one.gold for one in left}) > 1:
         golds = ", ".join(repr(one.gold) for one in left)
-        raise row.fail(
-            f"{golds}: each may be the gold answer of a multiple choice. Name the right one as task.answer_key"
-        )
+        raise row.fail(f"{golds}: multiple possible gold answers. Choose one with task.answer_key")
     if len(left) > 1:
         columns = "; ".join(", ".join(map(repr, one.keys)) for one in left)
         raise row.fail(
-            f"{columns}: each may be the options of the question. Name the right one as task.choices_key, or the "
-            "others in task.meta"
+            f"{columns}: multiple possible options. Choose one with task.choices_key, or list all others in task.meta"
         )
     return left[0]
 
@@ -523,17 +520,17 @@ def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: 
         if not fits[first_index]:
             bad = _unfit_row(rows, columns, first_index)
             raise bad.fail(
-                f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is the "
-                "index of no option"
+                f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is not a "
+                "valid index"
             )
-        return replace(columns, first_index=first_index, why=" by task.first_index")
+        return replace(columns, first_index=first_index, why=" as set in task.first_index")
     fitting = [first for first in firsts if fits[first]]
     if len(fitting) > 1:
         keys = ", ".join(map(repr, columns.keys))
         raise DataError(
             rows[0].place,
-            f"{columns.gold!r} is an index of the options {keys}, and in no row it is 0 or the number of options: it "
-            'may count from 0 or from 1. Set task.first_index to 0 or 1 (task.choices_key: "" reads no options)',
+            f"{columns.gold!r} is an index into options {keys}, but never 0 or the number of options, so its base is "
+            'ambiguous. Set task.first_index to 0 or 1 (task.choices_key: "" disables multiple choice)',
         )
     (first,) = fitting
     deciding = _unfit_row(rows, columns, 1 - first)

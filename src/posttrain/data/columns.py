@@ -19,9 +19,9 @@ from posttrain.registry import suggest
 from posttrain.types import Example, Message
 
 PROMPT = "prompt"  # shorter values without sentence punctuation may be names or labels
-MIN_WORDS = 5  # a value of fewer, without the mark of a sentence, may be a name or a label
+MIN_WORDS = 5  # shorter values without sentence punctuation may be names or labels
 MAX_LABEL_WORDS = 8
-MIN_REPEATS = 2  # a short value that stands in so many rows on average is a label
+MIN_REPEATS = 2  # short values repeated this often on average are labels
 MIN_IDEOGRAPHS = 10
 _SENTENCE = re.compile(r"\w[^\n]*\s[^\n]*[.!?…][\"'”’)]?(?:\s|\Z)|[。！？]")
 _IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
@@ -81,10 +81,10 @@ class PromptFormat:
         """
         place = last_of_user(messages)
         if place is None:
-            raise row.fail("task.prompt_format writes the user's last message, and the conversation has none")
+            raise row.fail("task.prompt_format rewrites the last user message, but the conversation contains none")
         row.refuse_if(
             not {PROMPT, *question_keys}.intersection(self.fields),
-            "task.prompt_format leaves the question out; write {prompt} where it belongs",
+            "task.prompt_format omits the question; insert {prompt}",
         )
         return with_content(messages, place, self.fill(row, messages[place].content, options))
 
@@ -105,17 +105,17 @@ def read_format(text: str | None) -> PromptFormat | None:
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
-        raise RecipeError(f"{where}: {error}; a brace that is text is written twice, {{{{ or }}}}") from None
-    way_out = 'Write names of columns in braces: "{article}\\n\\n{question}"'
+        raise RecipeError(f"{where}: {error}; write literal braces twice, {{{{ or }}}}") from None
+    way_out = 'Write column names in braces: "{article}\\n\\n{question}"'
     names = []
     for _, name, spec, conversion in parsed:
         if name is None:
             continue
         if spec or conversion is not None or not name.strip():
-            raise RecipeError(f"{where}: {{{name}}} is no name of a column. {way_out}")
+            raise RecipeError(f"{where}: {{{name}}} is not a column name. {way_out}")
         names.append(name)
     if not names:
-        raise RecipeError(f"{where}: it names no column. {way_out}")
+        raise RecipeError(f"{where}: contains no column. {way_out}")
     return PromptFormat(text, tuple(dict.fromkeys(names)))
 
 
@@ -123,7 +123,7 @@ def _text_of(row: Row, name: str) -> str:
     if not row.has(name):
         near = suggest(name, row.data)
         known = ", ".join(row.data)
-        raise row.fail(f"task.prompt_format names {name!r}, and the row has no such key.{near} There are: {known}")
+        raise row.fail(f"task.prompt_format: the row lacks key {name!r}.{near} Available: {known}")
     value = row.data[name]
     if not isinstance(value, str):
         value = row.nested(name)
@@ -132,7 +132,7 @@ def _text_of(row: Row, name: str) -> str:
     if isinstance(value, str | int | float):
         return str(value).strip()
     raise row.fail(
-        f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown_with_type(value)}"
+        f"task.prompt_format: {name!r} must be text, a number, or a list of text; got {shown_with_type(value)}"
     )
 
 
@@ -181,11 +181,11 @@ class UnshownColumns:
         if not names:
             return ()
         plain = next((name for name in names if not re.search(r"[{}:!]", name)), None)
-        silence = f"task.meta: [{', '.join(names)}] carries them along without this line"
+        silence = f"task.meta: [{', '.join(names)}] silences this"
         if plain is None:
             show = ""
         elif plain == question:
-            show = f"task.prompt_format leaves {{{question}}} out; "
+            show = f"task.prompt_format omits {{{question}}}; "
         else:
             show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, '
         return (f"columns that the prompt does not show: {', '.join(names)}. {show}{silence}",)
@@ -217,4 +217,4 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], place: str, optio
         if name not in there:
             near = suggest(name, there)
             known_keys = ", ".join(there)
-            raise RecipeError(f"{option}: no row of {place} has the key {name!r}.{near} There are: {known_keys}")
+            raise RecipeError(f"{option}: no row in {place} contains the key {name!r}.{near} Available: {known_keys}")

@@ -66,7 +66,7 @@ def _entries(row: Row, key: str, value: object) -> list[object]:
     else:
         found = [value]
     if not found:
-        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown_with_type(value)}")
+        raise row.fail(f"{key!r} must be text, a number, or a list of these; got {shown_with_type(value)}")
     return found
 
 

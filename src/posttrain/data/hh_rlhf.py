@@ -75,7 +75,7 @@ def hh_rlhf(
     """
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:
-        raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
+        raise UsageError("task hh_rlhf: test_share also requires test dialogues; set task.test_path")
     collected = _read(path, source, subset, split, strip_thinking)
     examples = choose_split(collected.examples, split, validation_share, path or f"hub:{HUB}/{source}", by_opening=True)
     if split == "train" and test_share > 0:
@@ -83,7 +83,7 @@ def hh_rlhf(
         examples = _mix_prompts(examples, test, test_share, collected)
     if half is not None:
         kept = [example for example in examples if _half_of(example) == half]
-        collected.dropped["of the other half"] += len(examples) - len(kept)
+        collected.dropped["in the other half"] += len(examples) - len(kept)
         examples = kept
     return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
 
@@ -111,7 +111,7 @@ def _read(path: str | None, source: str, subset: Subset, split: str, strip_think
     read = partial(read_pair, strip_thinking=strip_thinking)
     collected = collect_examples(rows, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
-        raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
+        raise DataError(path, f"contains no dialogue from subset {subset!r}; set task.subset to all")
     return collected
 
 
@@ -130,7 +130,7 @@ def _file_rows(path: str, subset: Subset) -> Iterator[Row]:
     for row in read_file(path):
         row.refuse_if(
             subset != "all" and not row.has("subset"),
-            "the row does not say of which subset it is ('subset'); set task.subset to all",
+            "missing key 'subset'; set task.subset to all",
         )
         if subset in ("all", row.data.get("subset")):
             yield row
@@ -143,7 +143,7 @@ def parse_turns(text: str) -> tuple[Message, ...]:
         Dropped: no turns, or text before the first.
     """
     before, *parts = _TURN.split(text)
-    drop_if(not parts or before.strip(), "the text does not begin with a turn ('Human:' or 'Assistant:')")
+    drop_if(not parts or before.strip(), "does not begin with a turn ('Human:' or 'Assistant:')")
     return tuple(Message(_ROLES[name], texts.strip()) for name, texts in zip(parts[0::2], parts[1::2], strict=True))
 
 
@@ -158,7 +158,7 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     merged = []
     for role, same in groupby(turns, key=attrgetter("role")):
         content = "\n\n".join(turn.content for turn in same if turn.content)
-        drop_if(not content, "a blank turn")
+        drop_if(not content, "blank turn")
         merged.append(Message(role, content))
     return tuple(merged)
 
@@ -173,15 +173,15 @@ def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
     chosen = parse_turns(row.text("chosen"))
     rejected = parse_turns(row.text("rejected"))
     ends_with_reply = chosen[-1].role == rejected[-1].role == "assistant"
-    drop_if(not ends_with_reply, "the dialogue does not end with the assistant's turn")
-    drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' part before their last turn")
+    drop_if(not ends_with_reply, "last turn is not the assistant's")
+    drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' differ before their last turn")
     chosen = merge_turns(chosen)
     rejected = merge_turns(rejected)
     prompt = chosen[:-1]
-    drop_if(chosen[0].role != "user", "the dialogue begins with the assistant's turn")
+    drop_if(chosen[0].role != "user", "first turn is the assistant's")
     better = answer_text(chosen[-1].content, strip_thinking=strip_thinking)
     worse = answer_text(rejected[-1].content, strip_thinking=strip_thinking)
-    drop_if(better == worse, "'chosen' and 'rejected' are the same")
+    drop_if(better == worse, "'chosen' and 'rejected' are identical")
     responses = (Response(better, 1.0), Response(worse, 0.0))
     if not row.has("subset"):
         return Example("", prompt, responses=responses)
@@ -202,13 +202,13 @@ def _mix_prompts(
     held_out = {_opening(e) for e in whole.examples} - {_opening(e) for e in train}
     test = [e for e in tests.examples if _opening(e) not in held_out]
     if len(test) < len(tests.examples):
-        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
+        whole.dropped["test prompts beginning like a held-out dialogue"] += len(tests.examples) - len(test)
     num_train = round(min(len(train), len(test) * (1 - share) / share))
     num_test = round(min(len(test), len(train) * share / (1 - share)))
     if num_train < len(train):
-        whole.dropped["training prompts left out to keep task.test_share"] += len(train) - num_train
+        whole.dropped["training prompts beyond task.test_share"] += len(train) - num_train
     if num_test < len(test):
-        whole.dropped["test prompts left out to keep task.test_share"] += len(test) - num_test
+        whole.dropped["test prompts beyond task.test_share"] += len(test) - num_test
     kept: list[Example] = []
     for example in _of_lowest_hash(train, num_train):
         kept.append(replace(example, meta={**example.meta, "source": "train"}))
@@ -245,6 +245,6 @@ def answer_text(text: str, *, strip_thinking: bool) -> str:
             kept = ""
         elif depth == 0:
             kept += part
-    drop_if(depth, "a <think> that never closes")
-    drop_if(not kept.strip(), "an answer of nothing but thinking")
+    drop_if(depth, "unclosed <think>")
+    drop_if(not kept.strip(), "response contains only thinking")
     return kept.strip()

@@ -69,7 +69,7 @@ def _mark(value: object) -> object:
         return value
     if hasattr(value, "tolist"):  # NumPy scalars and arrays
         return _mark(value.tolist())
-    raise TypeError(f"the entry contains {type(value).__name__}, which JSON cannot represent")
+    raise TypeError(f"the entry holds {type(value).__name__}, which JSON cannot represent")
 
 
 def _unmark(value: dict[str, object]) -> object:
