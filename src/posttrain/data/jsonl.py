@@ -85,8 +85,7 @@ def jsonl(
     test_share: Share = 0.1,
     correct_only: bool = False,
 ) -> Task:
-    """Rows from ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` files, in the layouts of TRL, ShareGPT, Alpaca and
-    verl.
+    """Rows from ``.jsonl``, ``.json``, ``.csv`` or ``.parquet``, in the layouts of TRL, ShareGPT, Alpaca and verl.
 
     Rows contain a prompt or messages, plus either a gold answer (text or number), optionally with a solution, or a
     response to imitate: complete text, or a final assistant message, which may be a call. Rows with a response need
@@ -94,8 +93,7 @@ def jsonl(
     ``tools`` are added to the prompt, ``chat_template_kwargs`` are passed to the chat template. Messages may use
     tools (``tool_calls``, then one ``tool`` message per result) and ``reasoning_content``. Messages with
     ``weight: 0`` or ``train: false`` are not trained. The template formats responses. All other keys are kept in
-    ``meta``, except that keys which would change training are refused. A startup line lists text columns missing from
-    the prompt.
+    ``meta``, but unread keys that affect training are refused. A startup line lists text missing from the prompt.
 
     Multiple choice is detected from a list of options (or one column per option) and a gold answer that is an index,
     letter, or option text in every row. Prompts then show lettered options, gold answers become letters, and the
@@ -104,8 +102,8 @@ def jsonl(
     Args:
         split: ``validation`` and ``test`` are selected by hashing the prompt through the first user message;
             ``train`` is the rest, ``all`` the complete file.
-        prompt_key: key with text or messages; alternatively ``instruction`` with ``input``, ``question``, ``problem``
-            or ``query``. A conversation takes precedence.
+        prompt_key: text or messages; also ``instruction`` with ``input``, ``question``, ``problem``, ``query``.
+            A conversation takes precedence.
         messages_key: key with the conversation; alternatively ``conversations`` or ``conversation``.
         answer_key: key with the gold answer, optionally preceded by a solution and ``####``; alternatively verl's
             ``reward_model.ground_truth``. Set to ``""`` for data without gold answers.
@@ -113,8 +111,7 @@ def jsonl(
         response_key: key with the complete response; alternatively ``completion`` or ``output``.
         choices_key: key with multiple choice options, if ambiguous. ``""`` disables detection.
         first_index: index base of gold answers, if it cannot be inferred.
-        grader: checks answers. Defaults to ``math`` if any gold answer is a formula, else ``numeric``, which compares
-            words as text. The run explains its choice.
+        grader: defaults to ``math`` if any gold answer is a formula, else ``numeric``, which compares words as text.
         correct_only: keep only demonstrations that are graded as correct. Dropped ones are counted.
     """
     if grader is not None:
