@@ -134,7 +134,7 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
     folder = place / "runs" / "sft" / "checkpoints"
     with lock_run(place / "runs" / "sft"):
         assert "process is working" in out("prune", "sft", "--yes", code=2)
-        assert "left out: runs/sft: another process is working" in out("prune", "--all", "--dry-run")
+        assert "left out: runs/sft: another process is using" in out("prune", "--all", "--dry-run")
     message = out("prune", "--all", "--dry-run")
     assert "sft:" in message
     assert "delete 5 checkpoints" in message
@@ -180,7 +180,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
 
 def test_exports_are_counted_and_take_no_place_of_others(place: Path, out: Out) -> None:
     assert "out: the weights after step 2" in out("export", "more", "--to", "out")
-    assert "there is something" in out("export", "more", "--to", "out", code=2)
+    assert "already exists" in out("export", "more", "--to", "out", code=2)
     assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records")
 
 
@@ -201,7 +201,7 @@ def test_manage_takes_the_actions_line_by_line_and_shows_mistakes(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     text = " ".join(out("manage").split())
     assert text.startswith("run state step model")
-    mistakes = ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best")
+    mistakes = ("there is no action 'nonsense'", "no run 'nowhere'", "No closing quotation", "give best")
     assert [message for message in (*mistakes, "stopped", "nothing was changed") if message not in text] == []
     assert prompts[:9] == ["runs> "] * 9
     assert prompts[-2].startswith("Delete 1 run, ")

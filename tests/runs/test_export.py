@@ -92,8 +92,8 @@ def test_a_target_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> No
     os.symlink(root, tmp_path / "way-in")
     before = snapshot(tmp_path)
     for name, why in [
-        ("taken", "there is something"),
-        ("dangling", "there is something"),
+        ("taken", "already exists"),
+        ("dangling", "already exists"),
         ("runs/new", "the runs folder"),
         ("taken/../runs/a/new", "the runs folder"),
         ("way-in/new", "the runs folder"),
@@ -195,7 +195,7 @@ def test_an_adapter_stays_one_and_names_its_base(adapter_run: Path, tmp_path: Pa
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(done.target))
     assert "model.safetensors" not in names_in(done.target)
     base = json.loads((done.target / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert f"an adapter on top of {base}" in done.warnings[0]
+    assert f"an adapter for {base}" in done.warnings[0]
     assert "--merge" in done.warnings[0]
     assert "LoRA adapter in peft's layout" in (done.target / "README.md").read_text()
 
@@ -252,7 +252,9 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     """peft would attach the upper one to the model below both, without a word."""
     lower = str(step_folder(adapter_run / "checkpoints", 1))
     run, expected = make_adapter_run(tmp_path / "runs", "upper", lambda p: p.fill_(0.02), lower, rank=2)
-    with pytest.raises(UsageError, match=f"upper: its adapter is on top of an adapter, {lower}, .*; --merge exports"):
+    with pytest.raises(
+        UsageError, match=f"upper: the adapter is stacked on another adapter, {lower}, .*; --merge exports"
+    ):
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
