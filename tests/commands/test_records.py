@@ -133,7 +133,7 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     with lock_run(place / "runs" / "sft"):
-        assert "process is working" in out("prune", "sft", "--yes", code=2)
+        assert "process is using" in out("prune", "sft", "--yes", code=2)
         assert "left out: runs/sft: another process is using" in out("prune", "--all", "--dry-run")
     message = out("prune", "--all", "--dry-run")
     assert "sft:" in message
@@ -164,7 +164,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert "give the names" in out("delete", "--yes", code=2)
     assert "'x*'" in out("delete", "x*", "--yes", code=2)
     with lock_run(place / "runs" / "more"):
-        assert "process is working" in out("delete", "more", "--yes", code=2)
+        assert "process is using" in out("delete", "more", "--yes", code=2)
     assert run_names("runs") == ["more", "sft"]
     assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
     out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
@@ -237,4 +237,4 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
     assert "checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
-        assert "process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
+        assert "process is using" in out("resume", "sweep-x/cells/plain-seed0", code=2)

@@ -169,7 +169,7 @@ def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe
     result = launch(make_recipe(), RunStart(root=tmp_path, name="a"), observer=notes, train=FakeLoop(stop_after=4))
     assert (result.step, result.reason, status_of(result.folder).state) == (4, "interrupted", "interrupted")
     assert notes == [
-        f"stopped after step 4 of 10, which is saved; continue with: posttrain runs resume a --runs-dir {tmp_path}"
+        f"stopped and saved after step 4 of 10; continue with: posttrain runs resume a --runs-dir {tmp_path}"
     ]
     leftover = result.folder / "checkpoints" / ".tmp-step-000005-99"
     leftover.mkdir()
@@ -237,7 +237,7 @@ def test_changes_that_would_make_it_another_run_are_refused(
 def test_a_live_run_is_refused(tmp_path: Path, make_recipe: MakeRecipe, resume: bool) -> None:
     folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
-    with lock_run(folder), refuses(RunConflict, "process is working"):
+    with lock_run(folder), refuses(RunConflict, "process is using"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=resume), train=FakeLoop())
     del before["a/.lock"]
     assert before.items() <= everything(tmp_path).items()
@@ -379,7 +379,7 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
     launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
     with refuses(RunConflict, "exists already"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
-    with lock_run(tmp_path / "a"), refuses(RunConflict, "process is working"):
+    with lock_run(tmp_path / "a"), refuses(RunConflict, "process is using"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop())
     assert launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop()).reason == "finished"
     delete(tmp_path, locate(tmp_path, "a"))

@@ -74,7 +74,7 @@ def test_links_are_refused(root: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere" / "start").symlink_to(outside)
     with pytest.raises(UsageError, match=r"this links to another location|no run"):
         locate(root, name)
-    with refuses(UsageError, "link to another"):
+    with refuses(UsageError, "links to another"):
         locate(root, "linked-folder")
 
 

@@ -18,17 +18,16 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
     Component,
     ComponentList,
     DataSection,
-    KLInRewardSection,
     MaskComponent,
     ModelSection,
     PromptSection,
-    RegularizeSection,
     RewardComponent,
     RolloutSection,
     ScaleSection,
@@ -91,6 +90,7 @@ class Recipe(Content):
         masks: tokens that are left out of the policy's term, chosen over the whole batch of an update.
         objective: the loss.
         regularize: KL and entropy terms of the loss.
+        reference: makes the reference move; without it the reference is the model at the start.
         head: head of a value or reward model.
         teacher: teacher model, for distillation.
         aggregate: how the values of tokens or pairs are averaged.
@@ -118,6 +118,7 @@ class Recipe(Content):
     masks: Annotated[list[MaskComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     objective: Component
     regularize: RegularizeSection | None = None
+    reference: ReferenceSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Component | None = None
@@ -148,6 +149,11 @@ class Recipe(Content):
                 yield getattr(self, key) not in (None, []), key, alone
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
+        if self.reference is not None:
+            base = ": the reference of an adapter is its base, which cannot move; leave one of the two out"
+            yield self.model.adapter, "reference", base
+            whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
+            yield self.scale.sharding != "none", "reference", whole
         if self.data is not None:
             yield from self._supervised_rules()
         if self.rollout is not None:

@@ -54,7 +54,7 @@ def check_scale(scale: ScaleSection) -> None:
         )
     if scale.sharding != "none" and (there or scale.processes) == 1:
         raise UsageError(
-            f"scale.sharding: {scale.sharding} splits a model over several processes, but this run has one; set "
+            f"scale.sharding: {scale.sharding} shards the model, but this run has a single process; set "
             "scale.processes, or use sharding none"
         )
     if scale.launcher == "torchrun" and there is None:

@@ -55,6 +55,7 @@ from posttrain.types import Model, Tokenizer
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.evaluation.generation import Evaluation
     from posttrain.models.reference import Reference
+    from posttrain.recipes.reference_sections import ReferenceSection
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
@@ -82,7 +83,8 @@ class TrainerState:
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
     facts: UpdateFacts  # what its updates are meant to do
     shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
-    reference: Reference | None = None  # the model as it was when training began, where something needs it
+    reference: Reference | None = None  # where something needs it
+    moving: ReferenceSection | None = None  # how the reference moves
     evaluator: Evaluator | None = None
     averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
@@ -92,6 +94,17 @@ class TrainerState:
         """The engines of rollouts and of evaluations, which may be the same."""
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def move_reference(self, step: int) -> None:
+        """Move the reference after update number ``step``, if it is its turn."""
+        if self.moving is not None and self.reference is not None and step % self.moving.every == 0:
+            self.reference.move(self.moving.mixing)
+
+    def reference_tensors(self) -> dict[str, Tensor] | None:
+        """Return the weights of a reference that moves, for a checkpoint."""
+        if self.moving is None or self.reference is None:
+            return None
+        return self.reference.tensors()
 
     def take_warnings(self) -> list[str]:
         """Notices of the engines and of the source."""
@@ -241,6 +254,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         origins=origins_of(models.loaded.source, recipe.teacher, recipe.rewards),
         shards=models.shards,
         reference=models.reference,
+        moving=recipe.reference,
         evaluator=evaluator,
         averages=_averages_of(fields.teacher, recipe.train.ema_decay, models.policy, parameters),
         warnings=warnings,
@@ -298,7 +312,7 @@ def _build_evaluator(
         method=method,
         sampler=sampler,
         policy=models.policy,
-        start=models.reference,
+        start=models.start,
         shape=components.shape,
     )
 

@@ -95,7 +95,7 @@ class Components:
 
     @property
     def needs_start(self) -> bool:
-        """True if something reads the model as it was when training began."""
+        """True if something reads the model as it was when training began, or a reference that moves from there."""
         teacher = self.recipe.teacher
         is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
         return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
@@ -222,12 +222,12 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
     is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
-    no_term = (
-        f": a mask leaves out the term of a policy at a token, and {objective} has no such term by itself; use grpo"
-    )
+    no_term = f": a mask leaves out a policy's term at a token, and {objective} has none; use objective grpo"
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
+    unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
+    yield recipe.reference and "reference" not in w.parts, "reference", unread
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)
