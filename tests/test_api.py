@@ -115,7 +115,7 @@ def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Pat
     assert run.checkpoint() == run.checkpoint("last") == run.checkpoint(2) == run.folder / "checkpoints" / "step-000002"
     assert run.report == run.folder / "report.html"
     assert (run.name, os.fspath(run)) == ("mine", str(run.folder))
-    with refuses(UsageError, "'bset'", "'best'", "Available: 2"):
+    with refuses(UsageError, "'bset'", "'best'", "There: 2"):
         run.checkpoint("bset")
     assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
     with refuses(UsageError, "has no adapter"):

@@ -235,6 +235,6 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4, 5]
     environment = RunDirectory("runs/sft").read_environment()
     assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
-    assert "checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
+    assert "step 5 of the newest checkpoint" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
         assert "process is using" in out("resume", "sweep-x/cells/plain-seed0", code=2)

@@ -80,7 +80,7 @@ def test_which_weights(root: Path, tmp_path: Path) -> None:
         done = export_run(root, root / name, tmp_path / f"out-{number}", weights=weights)
         assert done.step == step
         assert (done.target / "model.safetensors").exists() == (step is not None)
-    with refuses(UsageError, "checkpoint of b"):
+    with refuses(UsageError, "b has no checkpoint"):
         export_run(root, root / "b", tmp_path / "x", weights="best")
     with refuses(UsageError, "--weights"):
         export_run(root, root / "c", tmp_path / "x")
@@ -134,7 +134,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: 
     manifest["files"][full] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     before = snapshot(tmp_path)
-    with refuses(CheckpointError, "of the checkpoint"):
+    with refuses(CheckpointError, "the checkpoint"):
         export_run(root, root / "a", tmp_path / "out")
     assert snapshot(tmp_path) == before
 
@@ -265,7 +265,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
     reseal(settings.parent, 1)
-    with refuses(UsageError, "adapter is on"):
+    with refuses(UsageError, "stacked on another"):
         export_run(run.parent, run, tmp_path / "other")
 
 

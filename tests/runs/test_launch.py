@@ -377,7 +377,7 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
-    with refuses(RunConflict, "exists already"):
+    with refuses(RunConflict, "already exists"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
     with lock_run(tmp_path / "a"), refuses(RunConflict, "process is using"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop())

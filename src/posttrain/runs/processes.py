@@ -49,8 +49,8 @@ def check_scale(scale: ScaleSection) -> None:
     there = num_started()
     if scale.launcher == "ray" and there is not None:
         raise UsageError(
-            "scale.launcher: ray starts all processes itself, but torchrun or srun started this one (RANK is set in the "
-            "environment); run the command without them, or use launcher torchrun"
+            "scale.launcher: ray starts all processes itself, but torchrun or srun started this one (RANK is set in "
+            "the environment); run the command without them, or use launcher torchrun"
         )
     if scale.sharding != "none" and (there or scale.processes) == 1:
         raise UsageError(
