@@ -47,7 +47,7 @@ TOKENS: dict[str, int] = {
     "recipes": 12_847,
     "reports": 17_288,
     "runs": 46_277,
-    "sampling": 56_074,
+    "sampling": 56_075,
     "store": 20_700,
     "sweeps": 26_351,
     "terminal": 4_377,
