@@ -101,6 +101,7 @@ def test_shown_steps_include_the_first_and_the_last() -> None:
         ({"prompts": ["x"] * (MAX_PROMPTS + 1)}, ["eval.prompts", f"{MAX_PROMPTS + 1}", f"{MAX_PROMPTS}"]),
         ({"prompts": ["x" * (MAX_PROMPT_CHARS + 1)]}, ["eval.prompts", "prompt 0", f"{MAX_PROMPT_CHARS + 1:,}"]),
         ({"prompts": "What is 3 plus 4?"}, ["eval.prompts", "What is 3 plus 4?", "file"]),
+        ({"prompts": "[What is 3 plus 4?]"}, ["eval.prompts", "quotes"]),
         ({"prompts": "."}, ["eval.prompts", "folder"]),
         ({"prompts": 7}, ["eval.prompts", "7"]),
         ({"prompts": [7]}, ["eval.prompts", "7"]),

@@ -43,6 +43,8 @@ def read_panel(place: str) -> list[str]:
     """
     where = f"eval.prompts: {shorten(place)}"
     kind = kind_of_file(place)
+    if kind == "nothing" and place.startswith("["):  # YAML that is no list
+        raise RecipeError(f"{where}: this is no list. Put each prompt in quotes, such as ['What is 3 plus 4?']")
     if kind == "nothing":
         raise RecipeError(f"{where}: there is no such file. {_FORMS}")
     if kind != "file":  # a pipe would be waited for
