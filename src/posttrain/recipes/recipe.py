@@ -36,7 +36,8 @@ from posttrain.recipes.sections import (
     as_list,
     read_parts,
 )
-from posttrain.untrusted import declare_code, is_declared, without_remote_code
+from posttrain.recipes.tool_servers import is_function, plain_tools, read_server
+from posttrain.untrusted import declare_code, is_declared, prepare_command, without_remote_code
 
 # The components of a recipe by dotted key (one, or a list of them), with their kind.
 COMPONENT_KINDS = {
@@ -82,7 +83,7 @@ class Recipe(Content):
         prompt: how an example becomes a prompt.
         rewards: rewards of a completion, whose weighted sum is optimized; by default ``correct``.
         environment: what answers between the turns of a completion.
-        tools: functions that a completion may call, as ``module:function``.
+        tools: functions that a completion may call, as ``module:function``, and servers of tools (``name: mcp``).
         rollout: sampling of completions.
         data: supervised rows.
         advantage: advantages from rewards; by default what the objective needs.
@@ -109,7 +110,7 @@ class Recipe(Content):
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     environment: Component | None = None
-    tools: list[str] | None = None
+    tools: ComponentList | None = None
     rollout: RolloutSection | None = None
     data: DataSection | None = None
     advantage: Component | None = None
@@ -210,8 +211,7 @@ class Recipe(Content):
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):
-            if not to_read and ":" in tool:  # one without a module is refused where it is built
-                registry.import_component("tool", tool, f"tools.{index}")
+            _check_tool(tool, f"tools.{index}", to_read=to_read)
         for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
             section = resolved
@@ -272,6 +272,13 @@ class Recipe(Content):
             if traits.get("head") == "value":
                 self.advantage = Component(name="gae")
 
+    def dump(self) -> dict[str, Any]:
+        """Return plain data (``Content.dump``); a tool without options is its name."""
+        plain = super().dump()
+        if self.tools is not None:
+            plain["tools"] = plain_tools(self.tools)
+        return plain
+
     def with_seed(self, seed: int) -> Recipe:
         """Return the recipe with ``train.seed``."""
         return self.model_copy(update={"train": self.train.model_copy(update={"seed": seed})})
@@ -286,6 +293,17 @@ class Recipe(Content):
         if traits is None:
             return self.head is not None and self.data is not None
         return traits.get("head") == "score"
+
+
+def _check_tool(tool: Component, where: str, *, to_read: bool) -> None:
+    """Refuse a tool that cannot be one, and unless it is only to be read, code that nobody allowed."""
+    if is_function(tool, where):
+        if not to_read:
+            registry.import_component("tool", tool.name, where)
+        return
+    server = read_server(tool, where)
+    if server.command is not None and not to_read:
+        prepare_command(server.command, f"{where}.command")
 
 
 def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:

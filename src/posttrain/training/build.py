@@ -83,6 +83,7 @@ class TrainerState:
     evaluator: Evaluator | None = None
     averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
+    stage: Stage | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -95,9 +96,11 @@ class TrainerState:
         return [message for teller in (*self.engines, self.source) for message in teller.take_warnings()]
 
     def close(self) -> None:
-        """Close the engines."""
+        """Close the engines, and the servers of tools."""
         for engine in self.engines:
             engine.close()
+        if self.stage is not None:
+            self.stage.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Return a reward model's head weight and the id of the token at which an answer is scored; else None."""
@@ -233,6 +236,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         averages=_averages_of(fields.teacher),
         warnings=warnings,
         facts=facts,
+        stage=prompting.stage,
     )
 
 

@@ -28,27 +28,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Component
+from posttrain.recipes.tool_servers import is_function, read_server
 from posttrain.sampling.environments.pool import EnvironmentJob, Pool
-from posttrain.sampling.environments.tools import Tool, make_tool, result_text
+from posttrain.sampling.environments.tools import EnvironmentFailed, Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
+if TYPE_CHECKING:
+    from posttrain.sampling.environments.mcp_tools import McpConnection
+
 NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "get_feedback", "close")
-
-
-class EnvironmentFailed(Exception):
-    """Raised by an environment that is itself at fault (its server is down): the episode is played again."""
 
 
 @dataclass(frozen=True)
 class Toolset:
     """The environment of a recipe, made anew for each completion, and its tools.
 
-    ``name`` is for messages; ``make`` is None where there are only tools.
+    ``name`` is for messages; ``make`` is None where there are only tools. ``connections``: with servers of tools.
     """
 
     name: str
@@ -57,9 +57,15 @@ class Toolset:
     gives_reward: bool
     pays_turns: bool = False
     gives_feedback: bool = False
+    connections: Sequence[McpConnection] = ()
+
+    def close(self) -> None:
+        """End the servers that were started; a tool that is called later starts its own again."""
+        for connection in self.connections:
+            connection.close()
 
 
-def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
+def build_toolset(environment: Component | None, named: Sequence[Component] = ()) -> Toolset:
     """Return the environment and the tools of a recipe, checked: one environment is made for that.
 
     Raises:
@@ -94,18 +100,38 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         close = getattr(kind, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             registry.call("environment", probe.close)
-    for index, path in enumerate(functions):
-        where = f"tools.{index}"
-        if ":" not in path:
-            raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
-        function = registry.import_component("tool", path, where).function
-        tool = make_tool(function, f"{where}: {path}")
-        if tool.name in tools:
-            raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
-        tools[tool.name] = tool
+    connections: list[McpConnection] = []
+    _add_tools(named, tools, connections)
     if not tools:
         raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
-    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback)
+    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback, tuple(connections))
+
+
+def _add_tools(named: Sequence[Component], tools: dict[str, Tool], connections: list[McpConnection]) -> None:
+    """Add the tools that a recipe names, and the connections with their servers, which end if one cannot be used."""
+    try:
+        for index, component in enumerate(named):
+            where = f"tools.{index}"
+            for tool in _tools_of(component, where, connections):
+                if tool.name in tools:
+                    raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; leave one of them out")
+                tools[tool.name] = tool
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+
+
+def _tools_of(component: Component, where: str, connections: list[McpConnection]) -> Sequence[Tool]:
+    if is_function(component, where):
+        function = registry.import_component("tool", component.name, where).function
+        return [make_tool(function, f"{where}: {component.name}")]
+    server = read_server(component, where)
+    from posttrain.sampling.environments.mcp_tools import serve_tools
+
+    served = serve_tools(server, where)
+    connections.append(served.connection)
+    return served.tools
 
 
 def refuse_unpaid(toolset: Toolset, rewards: Sequence[str], *, wants_feedback: bool = False) -> None:
@@ -172,13 +198,13 @@ class Session:
             function = getattr(self.environment, tool.name)
         else:
             return None
-        return self.pool.submit(lambda: function(**arguments), self.seconds)
+        return self.pool.submit(lambda: function(**arguments), self.seconds, cancels=not tool.method)
 
     def answer(self, tool: Tool, raw_arguments: str, job: EnvironmentJob) -> Call:
         """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
-        if not job.done:
+        if job.late:
             outcome = "timeout"
             text = f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
             self.num_late += 1

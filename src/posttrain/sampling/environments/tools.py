@@ -32,23 +32,26 @@ class _Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
+class EnvironmentFailed(Exception):
+    """Raised by an environment that is itself at fault (its server is down): the episode is played again."""
+
+
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call.
+    """A tool that a model may call; its arguments are those in its ``schema``, whose types ``function`` checks.
 
     ``schema``: in the form of OpenAI's and the chat templates' ``tools``. ``method``: the environment's method of this
     name is called, otherwise ``function`` itself.
     """
 
     name: str
-    arguments: type[BaseModel]
     schema: Mapping[str, Any]
     function: Callable[..., Any]
     method: bool = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(self.arguments.model_fields)
+        return tuple(properties_of(self.schema))
 
     def read(self, values: Mapping[str, object] | str) -> dict[str, Any]:
         """Return the arguments of a call in the function's types; ``values``: by name, or the text of the only one.
@@ -57,18 +60,52 @@ class Tool:
             ValueError: they do not fit.
         """
         if isinstance(values, str):
-            values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
-        values = {key: read_argument(value, self._is_text(key)) for key, value in values.items()}
-        try:
-            checked = self.arguments.model_validate(dict(values))
-        except ValidationError as error:
-            wrong = "; ".join(_explain(item) for item in error.errors())
-            raise ValueError(f"{self.name}: {wrong}. It takes: {usage_of(self.schema)}") from None
-        return {name: getattr(checked, name) for name in self.parameters}
+            values = by_name(self.name, {name: self.is_text(name) for name in self.parameters}, values)
+        values = {key: read_argument(value, self.is_text(key)) for key, value in values.items()}
+        checked, faults = self.check(values)
+        if faults:
+            raise ValueError(f"{self.name}: {'; '.join(faults)}. It takes: {usage_of(self.schema)}")
+        return checked
 
-    def _is_text(self, name: str) -> bool:
+    def is_text(self, name: str) -> bool:
+        """Return True for a parameter that is a text, and for one that the tool does not have."""
+        schema = properties_of(self.schema).get(name, {"type": "string"})
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+    def check(self, values: dict[str, object]) -> tuple[dict[str, Any], list[str]]:
+        """Return the arguments and what is wrong with them: here only their names are looked at."""
+        parameters = self.schema["function"]["parameters"]
+        takes_any = parameters.get("additionalProperties") not in (None, False)
+        faults = []
+        for name in values:
+            if name not in self.parameters and not takes_any:
+                faults.append(f"there is no argument {name!r}")
+        for name in parameters.get("required", ()):
+            if name not in values:
+                faults.append(f"the argument {name!r} is missing")
+        return values, faults
+
+
+@dataclass(frozen=True)
+class SignatureTool(Tool):
+    """A tool whose ``arguments`` are those of a Python function."""
+
+    arguments: type[BaseModel] = _Arguments
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.arguments.model_fields)
+
+    def is_text(self, name: str) -> bool:
         fields = self.arguments.model_fields
         return name not in fields or fields[name].annotation is str
+
+    def check(self, values: dict[str, object]) -> tuple[dict[str, Any], list[str]]:
+        try:
+            checked = self.arguments.model_validate(values)
+        except ValidationError as error:
+            return {}, [_explain(item) for item in error.errors()]
+        return {name: getattr(checked, name) for name in self.parameters}, []
 
 
 def read_argument(value: object, is_text: bool) -> object:
@@ -122,7 +159,7 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
+def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> SignatureTool:
     """Make a tool from a signature and docstring; ``place`` begins messages. A ``method`` has ``self`` first.
 
     Raises:
@@ -160,7 +197,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
         raise UsageError(f"{place}: its types cannot be described to a model ({reason}); use plain ones") from None
     description, values = _read_docstring(doc)
     function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, values)}
-    return Tool(name, arguments, {"type": "function", "function": function_schema}, function, method)
+    return SignatureTool(name, {"type": "function", "function": function_schema}, function, method, arguments)
 
 
 def result_text(result: object) -> str:
