@@ -13,7 +13,7 @@ from test_turns import game_recipe
 from closeness import approx
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
-from posttrain.recipes.sections import KLInRewardSection
+from posttrain.recipes.reference_sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, number_turns
 from posttrain.training.build import prepare
 from posttrain.training.sources.rollouts import pay_turns
@@ -203,4 +203,4 @@ def test_a_reward_of_a_turn_that_is_no_number_is_a_failure_of_the_environment(wr
     failed = [r for g in drawn.sampled for r in g if r.has_failed]
     assert failed
     for rollout in failed:
-        assert rollout.failures == (f"get_turn_reward returned {wrong!r}, which is no finite number",)
+        assert rollout.failures == (f"get_turn_reward returned {wrong!r}, not a finite number",)

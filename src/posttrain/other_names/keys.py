@@ -176,6 +176,8 @@ KEYS = {
     "objective.value_weight": "vf_coef value_loss_coef vf_loss_coef",
     "objective.value_clip": "cliprange_value value_clip vf_clip",
     "advantage": "advantage_estimator adv_estimator algo.advantage.estimator",
+    "reference.mixing": "ref_model_mixup_alpha ref_mixup_alpha",
+    "reference.every": "ref_model_sync_steps ref_policy_update_freq ref_update_interval",
     "regularize.kl_coef": "kl_coef kl_loss_coef kl_beta kl kl_weight kl_tau",
     "regularize.entropy_coef": "entropy_coef entropy_coeff ent_coef entropy_bonus entropy_loss_coef entropy_beta",
     "kl_in_reward.weight": "init_kl_coef kl_in_reward_coef algo.kl.init_coef",
@@ -197,6 +199,12 @@ KEYS = {
     "model.adapter.target_parameters": "lora_target_parameters target_parameters",
     "model.adapter.use_rslora": "use_rslora peft_use_rslora",
     "model.adapter.use_dora": "use_dora peft_use_dora",
+    "train.router_aux_loss_coef": (
+        "router_aux_loss_coef aux_loss_coef load_balancing_loss load_balancing_weight moe_aux_loss aux_loss_alpha "
+        "moe_aux_loss_coef"
+    ),
+    "train.neftune_noise_alpha": "neftune_noise_alpha noisy_embedding_alpha neftune_alpha",
+    "train.ema_decay": "ema_decay ema_beta",
     "teacher.name": (
         "teacher_model_name_or_path teacher_model teacher_model_path opd_teacher_model_name_or_path "
         "teacher_model.model_path"
@@ -257,7 +265,7 @@ FAMILIES = {
     "rollout_func": "agent_loop_* gym_*",
     "sglang": "sglang_* trtllm_* lmdeploy_*",
     "use_wandb": "wandb. wandb_*",
-    "swanlab": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
+    "comet": "swanlab_* trackio_* mlflow_* comet_* clearml_* neptune_* aim_*",
     "prometheus": "prometheus_* otel_* metrics_server_* queue_dashboard_*",
     "profiler": "*profiler *profiler_* profile_* *_profile nsys_* nsight_*",
     "log_level": "log. log_level_*",

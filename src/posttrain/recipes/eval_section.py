@@ -34,6 +34,8 @@ class EvalSection(Section):
             the initial model; by default 64 where a reward model pays, else none.
         best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
             is where nothing has a gold answer.
+        patience: so many evaluations in a row without a better primary metric end the run; by default it goes on to
+            its last step.
         loss: also evaluate the loss of held-out demonstrations; by default where these have no gold answer.
         engine: what samples the answers; by default what samples rollouts, in a supervised run the native
             engine.
@@ -55,6 +57,7 @@ class EvalSection(Section):
     stop: Annotated[StopTexts, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
+    patience: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=1)
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
     engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
 
@@ -67,6 +70,8 @@ class EvalSection(Section):
                 raise ValueError(
                     f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
                 )
+        if self.patience is not None and self.every == 0:
+            raise ValueError("'patience' counts evaluations, and there are none; give 'every' a number of steps")
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
         return self

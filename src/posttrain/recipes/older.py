@@ -67,5 +67,7 @@ class Older:
         return changed
 
 
-# Since 0.2.0: nothing yet.
-OLDER_RECIPES = Older(sections=frozenset({"model", "prompt", "optimizer", "train", "eval"}))
+# Since 0.2.0: the auxiliary loss of routers that a model's configuration asks for was not trained.
+OLDER_RECIPES = Older(
+    sections=frozenset({"model", "prompt", "optimizer", "train", "eval"}), added={"train.router_aux_loss_coef": 0.0}
+)

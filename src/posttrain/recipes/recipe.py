@@ -18,17 +18,16 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
     Component,
     ComponentList,
     DataSection,
-    KLInRewardSection,
     MaskComponent,
     ModelSection,
     PromptSection,
-    RegularizeSection,
     RewardComponent,
     RolloutSection,
     ScaleSection,
@@ -92,6 +91,7 @@ class Recipe(Content):
         masks: tokens that are left out of the policy's term, chosen over the whole batch of an update.
         objective: the loss.
         regularize: KL and entropy terms of the loss.
+        reference: makes the reference move; without it the reference is the model at the start.
         head: head of a value or reward model.
         teacher: teacher model, for distillation.
         aggregate: how the values of tokens or pairs are averaged.
@@ -119,6 +119,7 @@ class Recipe(Content):
     masks: Annotated[list[MaskComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     objective: Component
     regularize: RegularizeSection | None = None
+    reference: ReferenceSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Component | None = None
@@ -137,6 +138,7 @@ class Recipe(Content):
     def rules(self) -> Iterator[Rule]:
         """Yield conditions between sections that need no component; ``training/checks`` has those that do."""
         yield from self._mixture_rules()
+        yield from self._rules_of_weights()
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         if self.rollout is None:
             yield self.data is None, "rollout", one
@@ -148,10 +150,27 @@ class Recipe(Content):
                 yield getattr(self, key) not in (None, []), key, alone
         whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
+        if self.reference is not None:
+            base = ": the reference of an adapter is its base, which cannot move; leave one of the two out"
+            yield self.model.adapter, "reference", base
+            whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
+            yield self.scale.sharding != "none", "reference", whole
         if self.data is not None:
             yield from self._supervised_rules()
         if self.rollout is not None:
             yield from self._rollout_rules(self.rollout)
+
+    def _rules_of_weights(self) -> Iterator[Rule]:
+        """Yield conditions of averages, of routers' loss, and of what a teacher sees."""
+        is_sharded = self.scale.sharding != "none"
+        whole = ": it is not kept for sharded weights; use scale.sharding none, or leave it out"
+        for key in ("router_aux_loss_coef", "ema_decay"):
+            yield getattr(self.train, key) and is_sharded, f"train.{key}", whole
+        if self.teacher is None:
+            return
+        yield self.teacher.weights == "ema" and is_sharded, "teacher.weights", whole
+        silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
+        yield self.teacher.sees == "environment" and self.environment is None, "teacher.sees", silent
 
     def _mixture_rules(self) -> Iterator[Rule]:
         tasks = {"task": self.task}
@@ -178,6 +197,8 @@ class Recipe(Content):
             yield getattr(self.train, key) != 1, f"train.{key}", reused
 
     def _rollout_rules(self, rollout: RolloutSection) -> Iterator[Rule]:
+        noisy = ": noise on the embeddings would train another policy than the one that sampled; it is for 'data'"
+        yield self.train.neftune_noise_alpha is not None, "train.neftune_noise_alpha", noisy
         if self.environment is None and not self.tools:
             for key in (*TURN_DEFAULTS, "max_turn_tokens"):
                 one_turn = (

@@ -264,25 +264,6 @@ class ModelSection(Section):
         return self
 
 
-class RegularizeSection(Section):
-    """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
-
-    On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of
-    KL(π_ref‖π), of k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). k3_weighted is
-    ρ · k3 with ρ = π/μ, whose gradient is that of KL(π‖π_ref) in later updates on the same samples, too (DeepSeek-V3.2
-    2025, section 3.1).
-
-    Args:
-        kl_coef: β; 0 loads no reference model.
-        kl_estimator: estimator of the KL from the sampled tokens, differentiated as it stands.
-        entropy_coef: c_H, the entropy bonus.
-    """
-
-    kl_coef: Annotated[float, conditions.IF_POLICY_DRIFTS] = Field(default=0.0, ge=0)
-    kl_estimator: Annotated[Literal["k1", "k2", "k3", "k3_weighted"], conditions.IF_KL_COUNTS] = "k3"
-    entropy_coef: float = 0.0
-
-
 class PromptSection(Section):
     """The way from an example to token ids.
 
@@ -393,30 +374,6 @@ class RolloutSection(Section):
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
 
 
-class KLInRewardSection(Section):
-    """A penalty inside the reward: −weight · KL to the reference, at every token.
-
-    Advantages of whole completions see the sum over the tokens; advantages per token see each.
-
-    Args:
-        weight: weight of the KL.
-        estimator: estimator of the KL from the sampled tokens.
-        target: KL in nats per completion that the weight adapts to (Ziegler et al. 2019, section 2.2).
-        horizon: completions over which it adapts.
-    """
-
-    weight: Annotated[float, conditions.IF_SAMPLER_DRIFTS] = Field(ge=0)
-    estimator: Annotated[Literal["k1", "k2", "k3"], conditions.IF_PENALTY_COUNTS] = "k1"
-    target: Annotated[float | None, conditions.IF_SAMPLER_DRIFTS] = Field(default=None, gt=0)
-    horizon: Annotated[int, conditions.IF_WEIGHT_ADAPTS] = Field(default=10_000, ge=1)
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
-        if self.target is not None and self.weight == 0:
-            raise ValueError("a weight of 0 is multiplied and never moves towards 'target'; start from 0.01 or so")
-        return self
-
-
 class DataSection(Section):
     """Supervised rows.
 
@@ -466,6 +423,11 @@ class TrainSection(Section):
             the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
         keep_checkpoints: so many newest checkpoints are kept, and the best.
         strict: end the run at an update that its records do not give; without it that is a notice.
+        router_aux_loss_coef: weight of the loss that balances the routers of a mixture of experts, over all tokens of
+            an update; by default what the model's configuration asks for (``output_router_logits``).
+        neftune_noise_alpha: α of the noise on the embeddings in training (NEFTune); by default none.
+        ema_decay: keep an exponential moving average of the weights, of which an update keeps this share. It is
+            evaluated next to the weights, and ``posttrain runs export NAME --to FOLDER --weights ema`` gives it away.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -488,6 +450,9 @@ class TrainSection(Section):
     skip_zero_rows: bool = True
     keep_checkpoints: Annotated[int, conditions.IF_CHECKPOINTS_ARE_DELETED] = Field(default=2, ge=1)
     strict: bool = False
+    router_aux_loss_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    neftune_noise_alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
 
     @property
     def updates_per_batch(self) -> int:

@@ -25,6 +25,7 @@ from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.other_names import short_dtype
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.gguf_export import check_gguf, find_converter, write_gguf
 from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (
     MANIFEST,
@@ -41,11 +42,18 @@ from posttrain.untrusted import code, harmless, paragraph, plain
 if TYPE_CHECKING:  # listing runs imports no torch
     from posttrain.recipes.sections import ModelSection
 
-WeightsKind = Literal["best", "last", "none"]
+WeightsKind = Literal["best", "last", "ema", "none"]
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
 # Files of a checkpoint that only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
-_TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "averages.safetensors", "state.json", MANIFEST)
+_TRAINING_ONLY = (
+    "optimizer.safetensors",
+    "rollout_buffer.safetensors",
+    "reference.safetensors",
+    "averages.safetensors",
+    "state.json",
+    MANIFEST,
+)
 _SCORER = (
     "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
@@ -65,17 +73,25 @@ class Export:
 
 @phase("exporting")
 def export_run(
-    root: str | Path, folder: str | Path, target: str | Path, *, weights: WeightsKind | None = None, merge: bool = False
+    root: str | Path,
+    folder: str | Path,
+    target: str | Path,
+    *,
+    weights: WeightsKind | None = None,
+    merge: bool = False,
+    gguf: str | None = None,
 ) -> Export:
     """Copy model, recipe and results of the run in ``folder`` to a new folder.
 
     Args:
         root: the runs folder; the target may not lie in it.
-        weights: which checkpoint; by default the best, or the newest where none is marked.
+        weights: which checkpoint; by default the best, or the newest where none is marked. ``ema``: the averaged
+            weights (``train.ema_decay``) of the newest.
         merge: add a LoRA adapter to its base, so that the model stands alone.
+        gguf: the type of the weights in a GGUF file that llama.cpp's converter writes as well (``GGUFType``).
 
     Raises:
-        UsageError: the target exists or lies in the runs folder, or there is no such checkpoint.
+        UsageError: the target exists or lies in the runs folder, there is no such checkpoint, or no converter.
         CheckpointError: the checkpoint does not verify.
         StorageError: the disk is full or not writable; the target is not there.
     """
@@ -83,6 +99,9 @@ def export_run(
     goal = Path(target)
     _check_target(Path(root), goal)
     step = _choose_step(run, weights)
+    converter: list[str] = []
+    if gguf is not None:
+        converter = _choose_converter(goal, gguf, step)
     content = aside_of(goal)
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +110,13 @@ def export_run(
             content.mkdir()
             warnings = []
             if step is not None:
-                warnings = [*_copy_weights(run, step, content, merge), *_serve_older_readers(content)]
+                if weights == "ema":
+                    warnings = _write_average(run, step, content, merge)
+                else:
+                    warnings = _copy_weights(run, step, content, merge)
+                warnings += _serve_older_readers(content)
+            if gguf is not None:
+                warnings += write_gguf(converter, content, run.name, gguf)
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
@@ -102,6 +127,13 @@ def export_run(
         finally:
             remove_tree(content)
     return Export(goal, step, len(sizes), sum(sizes), tuple(warnings))
+
+
+def _choose_converter(goal: Path, gguf: str, step: int | None) -> list[str]:
+    check_gguf(gguf)
+    if step is None:
+        raise UsageError("--gguf: --weights none exports no weights; leave one of them out")
+    return find_converter(goal, gguf)
 
 
 def _check_target(root: Path, goal: Path) -> None:
@@ -120,14 +152,14 @@ def _choose_step(run: Path, weights: WeightsKind | None) -> int | None:
     steps = checkpoint_steps(folder)
     best = best_step(folder)
     if weights not in (None, *get_args(WeightsKind)):
-        raise UsageError(f"--weights {weights!r}: give best, last or none")
+        raise UsageError(f"--weights {weights!r}: give best, last, ema or none")
     if weights == "none":
         return None
     if weights == "best" and best is None:
         raise UsageError(f"--weights best: no checkpoint of {run.name} is marked as the best; use --weights last")
     if not steps:
         raise UsageError(f"{run.name} has no checkpoint; --weights none exports recipe and results alone")
-    if weights == "last" or best is None:
+    if weights in ("last", "ema") or best is None:
         return steps[-1]
     return best
 
@@ -193,10 +225,7 @@ def _front_matter(model: str, weights: Path) -> list[str]:
 def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
     """Copy or merge the weights, and compare them with the trained model; returns notices."""
     source = step_folder(run / "checkpoints", step)
-    model = RunDirectory(run).read_recipe().get("model")
-    dtype = "?"
-    if isinstance(model, Mapping):
-        dtype = short_dtype(str(model.get("dtype", "?")))
+    dtype = _dtype_of(run)
     digests = _verified(source)
     adapter = source / ADAPTER_CONFIG
     has_head = "heads.safetensors" in digests
@@ -247,6 +276,52 @@ def _serve_older_readers(content: Path) -> list[str]:
     if write_older_keys(content):
         return []
     return ["config.json: transformers 4 has no keys for this model's rotary embedding; read it with transformers 5"]
+
+
+def _write_average(run: Path, step: int, content: Path, merge: bool) -> list[str]:
+    """Write the model of a checkpoint with the averages of its weights; returns a notice.
+
+    Raises:
+        UsageError: the run keeps no average, or one with a head. CheckpointError: it does not verify.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from posttrain.models.load import load_model, quiet_transformers
+    from posttrain.training.parts.averages import AVERAGES, EMA
+
+    source = step_folder(run / "checkpoints", step)
+    _verified(source)
+    if merge:
+        raise UsageError("--merge: an average is exported as it is; export it without, then merge")
+    dtype, stored = _dtype_of(run), {}
+    try:
+        if (source / AVERAGES).is_file():
+            stored = load_file(source / AVERAGES)
+    except SafetensorError as error:
+        raise CheckpointError(f"{source / AVERAGES}: holds no tensors ({error})") from None
+    averaged = {name.removeprefix(f"{EMA}."): x for name, x in stored.items() if name.startswith(f"{EMA}.")}
+    if not averaged:
+        raise UsageError(f"--weights ema: {run.name} keeps no average of its weights; train with train.ema_decay")
+    loaded = load_model(_model_section(source, dtype), seed=0)
+    named = dict(loaded.model.named_parameters())
+    foreign = sorted(averaged.keys() - named.keys())
+    if foreign:
+        raise UsageError(f"--weights ema: {run.name} trains more than the model ({foreign[0]}), which would be lost")
+    with quiet_transformers():
+        for name, value in averaged.items():
+            named[name].data.copy_(value)
+        loaded.model.save_pretrained(content)
+    loaded.tokenizer.save_pretrained(content)
+    write_ends(content, loaded.tokenizer)
+    return ["the weights are the exponential moving average of those that were trained (train.ema_decay)"]
+
+
+def _dtype_of(run: Path) -> str:
+    model = RunDirectory(run).read_recipe().get("model")
+    if isinstance(model, Mapping):
+        return short_dtype(str(model.get("dtype", "?")))
+    return "?"
 
 
 def _copy_files(source: Path, content: Path, digests: Mapping[str, str]) -> None:

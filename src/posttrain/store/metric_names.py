@@ -215,6 +215,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("computed_rows", "count", "none", "Rows that went through forward and backward. `train.skip_zero_rows` "
                "skips rows without a gradient; other update metrics then cover computed rows only. First, last and "
                "saved steps compute all rows."),
+        Metric("router_aux_loss", "number", "lower", "Auxiliary loss of the routers (mixture of experts), without its "
+               "coefficient: E times the product of an expert's share and its mean probability, summed over experts."),
+        Metric("router_max_load", "number", "lower", "Load of the busiest expert, divided by the mean load."),
         Metric("padding_share", "share", "lower", "Fraction of computed positions that are padding."),
     ),
     "Preferences and reward models": (
@@ -300,6 +303,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("judge_first", "share", "none", "How often the judge prefers the answer shown first."),
         Metric("judge_consistent", "share", "higher", "How often the judge's verdict survives swapping the order."),
         Metric("judge_longer", "share", "none", "How often the judge prefers the longer answer."),
+        Metric("rubric_unanswered", "count", "lower", "Criteria of an answer that the judge did not judge."),
         Metric("judge_failed", "share", "lower", "Fraction of pairs without a verdict."),
         Metric("judge_tokens_in", "count", "none", "Tokens read by the judge."),
         Metric("judge_tokens_out", "count", "none", "Tokens written by the judge."),

@@ -26,7 +26,6 @@ from posttrain.models.forward.actor_critic import ActorCritic, state_values
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.randomness import derive_key, uniforms
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
@@ -240,46 +239,6 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
-@register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
-def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
-    """``[B, T]``: log-probabilities under the weights before the update, and ``policy_entropy``, that of the
-    distribution of each token."""
-    logprobs, entropies = policy.entropies(batch)
-    return {"policy_logprobs": logprobs, "policy_entropy": entropies}
-
-
-@register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
-def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
-    """``[B, T]``: 1 of the tokens that ``clip_cov`` draws among those that its ratio does not clip, else 0.
-
-    The draw is a function of (seed, step, row).
-    """
-    from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
-
-    options = recipe.objective.options
-    mask = batch.trained_mask
-    advantages = batch.field("advantages")
-    ratio = log_ratio(batch.field("policy_logprobs"), batch.field("old_logprobs"), mask).exp()
-    falls = (ratio < 1.0 - options["clip_low"]) & (advantages < 0)
-    rises = (ratio > 1.0 + options["clip_high"]) & (advantages > 0)
-    keys = [derive_key(recipe.train.seed, "clip_cov", step, row) for row in range(batch.num_rows)]
-    draws = torch.from_numpy(uniforms(keys, batch.mask.shape[1]))
-    covariance = token_covariance(batch.field("policy_logprobs"), advantages, mask)
-    number = number_of(options["share"], mask)
-    chosen = draw_in_range(covariance, mask & ~falls & ~rises, draws, number, options["cov_low"], options["cov_high"])
-    return chosen.float()
-
-
-@register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
-def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
-    """``[B, T]``: 1 of the tokens with the largest covariance, which ``kl_cov`` punishes for leaving the sampler."""
-    from posttrain.algorithms.masks import largest, number_of, token_covariance
-
-    mask = batch.trained_mask
-    covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
-    return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
-
-
 def describe_one_prompt(batch: Batch, step: int) -> str:
     """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
@@ -467,7 +426,10 @@ class BatchFields:
     def __post_init__(self) -> None:
         late: set[str] = set()
         for entry in fillers(self.needs, "the recipe"):
-            waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            moves = entry.traits.get("fixed") and self.recipe.reference is not None
+            waits = entry.traits.get("each_step") or late.intersection(_needs(entry)) or moves
+            if moves and self.recipe.kl_in_reward is not None:
+                self._once.append(entry)  # advantages are of the reference at sampling
             if waits and "seen" in entry.provided:
                 raise RecipeError(
                     f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
@@ -481,7 +443,9 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that a data set computes once."""
+        """The fields that a data set computes once; none if the reference moves."""
+        if self.recipe.reference is not None:
+            return []
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None, *, every_row: bool = True) -> Batch:

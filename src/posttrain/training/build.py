@@ -45,17 +45,21 @@ from posttrain.training.checks import (
     vanishing_fields,
 )
 from posttrain.training.optimizer import build_optimizer
+from posttrain.training.parts.averages import EMA, WeightAverage
+from posttrain.training.parts.balancing import build_balancing
 from posttrain.training.parts.built_models import BuiltModels, build_models
 from posttrain.training.records.facts import describe_run, without_formula
 from posttrain.training.step import Method, Objective
 from posttrain.types import Model, Tokenizer
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.evaluation.generation import Evaluation
     from posttrain.models.reference import Reference
+    from posttrain.recipes.reference_sections import ReferenceSection
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
-    from posttrain.training.parts.averages import Teacher, WeightAverage
+    from posttrain.training.parts.averages import Teacher
     from posttrain.training.parts.masks import BoundMask
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
@@ -79,7 +83,8 @@ class TrainerState:
     origins: dict[str, Any]  # where models came from, as checkpoints keep it
     facts: UpdateFacts  # what its updates are meant to do
     shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
-    reference: Reference | None = None  # the model as it was when training began, where something needs it
+    reference: Reference | None = None  # where something needs it
+    moving: ReferenceSection | None = None  # how the reference moves
     evaluator: Evaluator | None = None
     averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
     warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
@@ -90,6 +95,17 @@ class TrainerState:
         """The engines of rollouts and of evaluations, which may be the same."""
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def move_reference(self, step: int) -> None:
+        """Move the reference after update number ``step``, if it is its turn."""
+        if self.moving is not None and self.reference is not None and step % self.moving.every == 0:
+            self.reference.move(self.moving.mixing)
+
+    def reference_tensors(self) -> dict[str, Tensor] | None:
+        """Return the weights of a reference that moves, for a checkpoint."""
+        if self.moving is None or self.reference is None:
+            return None
+        return self.reference.tensors()
 
     def take_warnings(self) -> list[str]:
         """Notices of the engines and of the source."""
@@ -130,6 +146,15 @@ class TrainerState:
             self.shards.gather()
         for average in self.averages.values():
             average.update()
+
+    def evaluate_average(self, step: int) -> list[Evaluation]:
+        """Evaluate the averaged weights (``train.ema_decay``) after ``step`` updates, as ``ema/NAME``; else nothing."""
+        average = self.averages.get(EMA)
+        if average is None or self.evaluator is None or step == 0:
+            return []
+        with average.open():
+            done = self.evaluator(step)
+        return [replace(one, name=f"{EMA}/{one.name}") for one in done]
 
     def whole_parameters(self) -> list[Tensor]:
         """Return the trained parameters that this process has unsharded."""
@@ -232,8 +257,9 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         origins=origins_of(models.loaded.source, recipe.teacher, recipe.rewards),
         shards=models.shards,
         reference=models.reference,
+        moving=recipe.reference,
         evaluator=evaluator,
-        averages=_averages_of(fields.teacher),
+        averages=_averages_of(fields.teacher, recipe.train.ema_decay, models.policy, parameters),
         warnings=warnings,
         facts=facts,
         stage=prompting.stage,
@@ -249,11 +275,20 @@ def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
         refuse_other_tokenizer(recipe.teacher, recipe.model)
 
 
-def _averages_of(teacher: Teacher | None) -> dict[str, WeightAverage]:
-    """Return the averages that updates go on with, by their use."""
+def results_of(evaluation: Evaluation) -> dict[str, float]:
+    """Return the results of an evaluation without the time that it took."""
+    return {name: value for name, value in evaluation.results.items() if name != "seconds"}
+
+
+def _averages_of(
+    teacher: Teacher | None, decay: float | None, policy: Forward, parameters: Sequence[tuple[str, Parameter]]
+) -> dict[str, WeightAverage]:
+    """Return the averages that updates go on with, by their use: of a teacher, and of the recipe."""
     averages: dict[str, WeightAverage] = {}
     if teacher is not None and teacher.average is not None:
         averages["teacher"] = teacher.average
+    if decay is not None:
+        averages[EMA] = WeightAverage(policy, parameters, decay)
     return averages
 
 
@@ -281,7 +316,7 @@ def _build_evaluator(
         method=method,
         sampler=sampler,
         policy=models.policy,
-        start=models.reference,
+        start=models.start,
         shape=components.shape,
     )
 
@@ -378,6 +413,7 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
         derive=components.objective.traits.get("derive", dict),
         vanishes=vanishing_fields(components, forward),
         name=recipe.objective.name,
+        balancing=build_balancing(recipe.train.router_aux_loss_coef, forward, sharding=recipe.scale.sharding),
     )
 
 

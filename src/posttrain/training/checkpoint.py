@@ -3,6 +3,7 @@
 ``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an adapter), the tokenizer,
 ``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that still has optimizer steps to serve, if
 any), ``heads.safetensors`` (heads and critics, if any), ``averages.safetensors`` (averages of the weights, if any),
+``reference.safetensors`` (a reference that moves),
 ``state.json`` and ``manifest.json`` with the SHA-256 of every file. It is written aside as ``.tmp-*``, synced and
 renamed, so a folder with a final name is complete; on load the manifest is verified. With ``scale.checkpoint: sharded``
 each process writes its part of the optimizer into the folder ``optimizer`` (torch.distributed.checkpoint in
@@ -61,8 +62,8 @@ from posttrain.untrusted import first_fault
 class Checkpoint:
     """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
 
-    ``optimizer``, ``rollout_buffer``, ``heads`` and ``averages`` are CPU tensors by name. ``skipped`` says, newest
-    first, which newer checkpoints did not verify and why.
+    ``optimizer``, ``rollout_buffer``, ``heads``, ``averages`` and ``reference`` are CPU tensors by name. ``skipped``
+    says, newest first, which newer checkpoints did not verify and why.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Checkpoint:
     heads: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     averages: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -85,6 +87,7 @@ def save_checkpoint(
     state: Mapping[str, object],
     rollout_buffer: Mapping[str, Tensor] | None = None,
     heads: Mapping[str, Tensor] | None = None,
+    reference: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     averages: Mapping[str, Tensor] | None = None,
@@ -94,14 +97,13 @@ def save_checkpoint(
     """Write the checkpoint of ``step``; returns its folder.
 
     Args:
-        folder: the run's ``checkpoints`` folder.
-        model: a transformers or peft model, written by its own ``save_pretrained``.
+        folder: the run's ``checkpoints`` folder. model: a transformers or peft model, written by ``save_pretrained``.
         tokenizer: likewise, or None. optimizer: the optimizer's tensors by name; sharded where several processes write.
         state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
         rollout_buffer: tensors of a rollout batch that later steps still use.
         score: of a reward model, the weight of its head and the id of the token at which it is read.
         weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
-        averages: those of ``average_tensors``.
+        averages: those of ``average_tensors``. reference: the weights of one that moves.
         process_group: those that write it; each its part of the optimizer, and the main one all else.
 
     Raises:
@@ -125,7 +127,7 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads or None, averages=averages or None)
+            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads, averages=averages, reference=reference)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -138,9 +140,9 @@ def save_checkpoint(
 
 
 def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
-    """Write each mapping that there is into a file of its name."""
+    """Write each mapping that holds something into a file of its name."""
     for name, tensors in named.items():
-        if tensors is not None:
+        if tensors:
             save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
@@ -241,6 +243,7 @@ class KeptState(BaseModel, strict=True, extra="allow"):
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: dict[str, FiniteFloat] = {}
+    stale: NonNegativeInt = 0
     steps: NonNegativeInt | None = None
     teacher: str | None = None
     unevaluated: bool = False
@@ -263,7 +266,8 @@ def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
     buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
     heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
     averages = _tensors(path, AVERAGES) if AVERAGES in files else {}
-    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped), averages)
+    reference = _tensors(path, "reference.safetensors") if "reference.safetensors" in files else {}
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped), averages, reference)
 
 
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ class Components:
 
     @property
     def needs_start(self) -> bool:
-        """True if something reads the model as it was when training began."""
+        """True if something reads the model as it was when training began, or a reference that moves from there."""
         teacher = self.recipe.teacher
         is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
         return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
@@ -222,12 +222,12 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
     is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
-    no_term = (
-        f": a mask leaves out the term of a policy at a token, and {objective} has no such term by itself; use grpo"
-    )
+    no_term = f": a mask leaves out a policy's term at a token, and {objective} has none; use objective grpo"
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
+    unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
+    yield recipe.reference and "reference" not in w.parts, "reference", unread
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)
@@ -276,10 +276,6 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
     for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
         is_unusual = getattr(teacher, key) != usual
         yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
-    silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
-    yield teacher.sees == "environment" and w.recipe.environment is None, "teacher.sees", silent
-    sharded = ": an average of sharded weights is not kept; use scale.sharding none, or teacher.weights start or live"
-    yield teacher.weights == "ema" and w.recipe.scale.sharding != "none", "teacher.weights", sharded
     single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
     others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
     sees_samples = w.teaches_itself and teacher.sees == "right_sample"
@@ -527,6 +523,12 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     """Yield rules about what can be sharded."""
     model = w.recipe.model
     scale = w.recipe.scale
+    elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
+    evaluates = w.recipe.train.ema_decay is not None and bool(w.recipe.eval.every)
+    engine = w.engine
+    if w.recipe.eval.engine is not None:
+        engine = registry.find("engine", w.recipe.eval.engine.name, "eval.engine")
+    yield evaluates and engine.traits.get("takes_weights"), "train.ema_decay", elsewhere
     optimizer = w.recipe.optimizer.name
     if scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
@@ -580,10 +582,16 @@ def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> 
     Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
     would get other masks.
     """
+    from posttrain.models.forward.forward import causal_lm
+    from posttrain.models.forward.routers import configured_coefficient
     from posttrain.training.mismatch import has_dropout
 
     vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")
     if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
+        return None
+    if components.recipe.train.router_aux_loss_coef != 0 and configured_coefficient(causal_lm(forward.model)):
+        return None  # routers are balanced over all rows
+    if components.recipe.train.router_aux_loss_coef:
         return None
     regularizers = components.recipe.regularize
     if regularizers is not None and (regularizers.kl_coef or regularizers.entropy_coef):

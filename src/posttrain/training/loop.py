@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from posttrain.store.metrics import (
 )
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.batch_fields import describe_one_prompt
-from posttrain.training.build import TrainerState, prepare
+from posttrain.training.build import TrainerState, prepare, results_of
 from posttrain.training.checkpoint import (
     Checkpoint,
     check_origins,
@@ -58,13 +58,14 @@ from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.parts.averages import average_tensors, restore_averages
+from posttrain.training.parts.ranking import EvaluationRanking
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
 from posttrain.training.records.stored_records import FACTS, write_facts
 from posttrain.training.records.update_records import UpdateRecords, open_records
 from posttrain.training.sources import TrainBatch
 from posttrain.training.sources.stored import save_batch
-from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, noise_of, same_weights
 from posttrain.types import Batch
 
 
@@ -126,7 +127,7 @@ class Loop:
     steps: int
     process_group: ProcessGroup = SINGLE_PROCESS
     step: int = 0
-    best: dict[str, float] | None = None
+    ranking: EvaluationRanking = field(init=False)
     evaluations: dict[str, dict[str, float]] | None = None
     warned: set[str] = field(default_factory=set)  # of what this process has warned
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
@@ -135,6 +136,7 @@ class Loop:
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ranking = EvaluationRanking(self.plan.eval.patience)
         self.update_records = open_records(
             self.parts, self.rollouts, self.process_group, ends_run=self.plan.train.strict
         )
@@ -170,6 +172,8 @@ class Loop:
         restore_model(self.parts.model, checkpoint.path, fill)
         restore_heads(self.parts.heads, checkpoint.heads, fill)
         restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+        if self.parts.moving is not None and self.parts.reference is not None:
+            self.parts.reference.restore(checkpoint.reference)
         if self.parts.shards is not None:
             self.parts.shards.scatter()
         if self.parts.averages:
@@ -178,7 +182,7 @@ class Loop:
         self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
         self.step = checkpoint.step
         self.update_records.forget()
-        self.best = checkpoint.state.get("best")
+        self.ranking.best, self.ranking.stale = checkpoint.state.get("best"), checkpoint.state.get("stale", 0)
         self.evaluations = checkpoint.state.get("evaluations")
         self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
         self._compare_length(checkpoint.state.get("steps"))
@@ -252,7 +256,7 @@ class Loop:
             self.save()
         elif self.step == 0 and self.plan.eval.every:
             self.evaluate()
-        while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
+        while not self._is_done() and not self.process_group.agree(should_stop(), "being stopped"):
             with phase(f"step {self.step + 1} of {self.steps}"):
                 self.update()
             if self.unevaluated:
@@ -262,7 +266,7 @@ class Loop:
                 saved = self.step
         if saved != self.step:
             self.save()
-        reason = "finished" if self.step >= self.steps else "interrupted"
+        reason = "finished" if self._is_done() else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
 
@@ -288,7 +292,10 @@ class Loop:
         return (every > 0 and self.step % every == 0) or self.step == self.steps
 
     def _is_best(self) -> bool:
-        return self.best is not None and self.best["step"] == self.step
+        return self.ranking.best is not None and self.ranking.best["step"] == self.step
+
+    def _is_done(self) -> bool:
+        return self.step >= self.steps or (not self.unevaluated and self.ranking.has_waited())
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
@@ -301,6 +308,7 @@ class Loop:
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
+        self.parts.move_reference(step)
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         device = self.parts.policy.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
@@ -341,23 +349,24 @@ class Loop:
         place = (step, self.process_group.rank) if self.process_group.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         idle_rows = choose_idle_rows(options, step, self.steps)
-        learning = self.parts.learning()
+        learning = replace(self.parts.learning(), noise=noise_of(options, step))
         capture = Capture()
         self.update_records.begin()
         loss, metrics = accumulate(
             learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
         )
         captured = capture.collect(batch, learning.level, self.process_group)
-        found = self.update_records.open_record(draw, step, loss, metrics, captured, learning.forward)
+        own = loss - learning.balancing_loss(metrics)  # the objective's, which its records give
+        found = self.update_records.open_record(draw, step, own, metrics, captured, learning.forward)
         found = check_mismatch(self.plan.rollout, self.parts.policy, batch, found, metrics)
         self.update_records.end_if_strict(found)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.process_group)
         try:
-            own, apart = self.parts.split_parameters()
+            together, apart = self.parts.split_parameters()
             self.update_records.weights.before_update()
             self.consistent = False
-            norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+            norm = apply_update(self.parts.optimizer, together, lr, options.max_grad_norm, loss, step, apart)
             self.parts.follow_update()
         except NonFiniteLoss as error:
             self.consistent = True
@@ -393,25 +402,23 @@ class Loop:
         self.parts.source.wait()
         step = self.step
         done = self.parts.evaluator(step)
-        self._pass_on_warnings()
-
-        evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
+        done = [*done, *self.parts.evaluate_average(step)]
+        self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
-            measured = evaluations[evaluation.name] | evaluation.kind_results
+            measured = results_of(evaluation) | evaluation.kind_results
             info = {f"eval/{evaluation.name}/{k}": v for k, v in measured.items()}
             self.metrics.append(step, info, {"evaluation_seconds": evaluation.results["seconds"]})
-        value = None if primary is None or step == 0 else primary.mean(evaluations.values())
-        if primary is not None and value is not None:
-            before = None if self.best is None else self.best.get(primary.name)  # None: it was another metric
-            if before is None or primary.goodness(value) >= primary.goodness(before):
-                self.best = {"step": float(step), primary.name: value}
+        self.ranking.add(primary, evaluations, step)
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
             about: dict[str, object] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results), "kinds": evaluation.kinds})
+        if self._is_done() and step < self.steps:
+            self.observer("notice", {"message": self.ranking.describe(step, self.steps)})
 
     def _pass_on_warnings(self) -> None:
         for message in self.parts.take_warnings():
@@ -439,6 +446,7 @@ class Loop:
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
+        tensors["reference"] = parts.reference_tensors()
         tensors["averages"] = average_tensors(parts.averages)
         if shards is not None and process_group.size == 1:
             tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
@@ -471,7 +479,8 @@ class Loop:
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
             "num_threads": torch.get_num_threads(),
-            "best": self.best,
+            "best": self.ranking.best,
+            "stale": self.ranking.stale,
             "evaluations": self.evaluations,
             "steps": self.steps,
             "processes": self.process_group.size,
@@ -485,7 +494,7 @@ class Loop:
         """Point ``best`` at the best checkpoint and delete old ones."""
         if not self.process_group.is_main:
             return
-        best = int(self.best["step"]) if self.best is not None else -1
+        best = int(self.ranking.best["step"]) if self.ranking.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.idle_rows import UNSCORED, IdleRows, check_vanishing, split_idle_rows
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
+from posttrain.training.parts.balancing import AUXILIARY_LOSS, BalancedBatch, RouterBalancing
 from posttrain.training.records.capture import NO_CAPTURE, Capture, kept_values
 from posttrain.types import COUNTED, LEFT_OUT, UNMASKED, Batch, Loss, Outputs, with_float64
+
+if TYPE_CHECKING:
+    from posttrain.models.forward.noise import EmbeddingNoise
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -38,7 +42,7 @@ class Method:
     forward: the policy's pass, with a head where there is one. level: the unit that the objective gives a value for.
     entropy: whether the forward pass computes it, and with gradients. derive: the objective's metrics of means.
     vanishes: the batch fields at whose 0 the values are 0 (see ``idle_rows``); None: every row is trained on. name: of
-    the objective in the recipe.
+    the objective in the recipe. balancing: of routers, whose loss is added. noise: on the embeddings, of this update.
     """
 
     forward: Forward | ActorCritic
@@ -49,6 +53,14 @@ class Method:
     derive: Derive = dict
     vanishes: tuple[str, ...] | None = None
     name: str = ""
+    balancing: RouterBalancing | None = None
+    noise: EmbeddingNoise | None = None
+
+    def balancing_loss(self, metrics: Mapping[str, float]) -> float:
+        """Return what routers added to the loss of an update with these metrics."""
+        if self.balancing is None:
+            return 0.0
+        return self.balancing.coefficient * metrics[AUXILIARY_LOSS]
 
 
 @dataclass(slots=True)
@@ -83,6 +95,15 @@ class MeanOverBatch:
         if not means:
             return means
         return derive(derive_sample_size(means))
+
+
+def noise_of(options: TrainSection, step: int) -> EmbeddingNoise | None:
+    """Return the noise of an update on the embeddings; None without ``train.neftune_noise_alpha``."""
+    if options.neftune_noise_alpha is None:
+        return None
+    from posttrain.models.forward.noise import EmbeddingNoise
+
+    return EmbeddingNoise(options.neftune_noise_alpha, options.seed, step)
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -123,38 +144,62 @@ def accumulate(
     that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
     computed. ``capture`` is given the results of each micro-batch.
     """
-    forward, level = method.forward, method.level
-    entropy = method.entropy
+    batch.weights = _weigh(method.aggregate, batch, method.level)
+    micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
     if not learns:
-        entropy, idle_rows = "none", "train"
-    batch.weights = _weigh(method.aggregate, batch, level)
+        method, idle_rows = replace(method, entropy="none", balancing=None, noise=None), "train"
+    if method.balancing is None:
+        return _accumulate(method, batch, options, micro_batches, idle_rows, capture, learns=learns)
+    with method.balancing.over(batch, micro_batches) as balanced:
+        loss, metrics = _accumulate(method, batch, options, micro_batches, idle_rows, capture, balanced=balanced)
+    found = balanced.metrics()
+    return loss + method.balancing.coefficient * found[AUXILIARY_LOSS], metrics | found
+
+
+def _accumulate(
+    method: Method,
+    batch: Batch,
+    options: TrainSection,
+    micro_batches: MicroBatching,
+    idle_rows: IdleRows,
+    capture: Capture,
+    *,
+    learns: bool = True,
+    balanced: BalancedBatch | None = None,
+) -> tuple[float, dict[str, float]]:
+    """Do the work of ``accumulate`` in these micro-batches; the loss is without that of the routers."""
+    forward, level = method.forward, method.level
+    process_group = micro_batches.process_group
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
     slots = used = 0.0
     num_computed = 0
     is_checked = idle_rows != "measure"
-    micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
     for chosen, places, is_trained in _divide(method, batch, idle_rows):
         num_computed += chosen.num_rows
         has_gradients = learns and is_trained
         for micro in micro_batches.over(chosen, forward):
             part = micro.part.to(device)
-            with _learning(forward, options) if has_gradients else torch.no_grad():
-                outputs = forward(micro.part, entropy, "teacher_ids" in batch.fields)
+            own_places = [places[row] for row in micro.rows]
+            with _learning(method, options, own_places, micro.part) if has_gradients else torch.no_grad():
+                outputs = forward(micro.part, method.entropy, "teacher_ids" in batch.fields)
                 capture.watch(outputs)
                 result = _apply(method.objective, outputs, part, level)
                 values = kept_values(result, part, level)
                 loss = (values * _own_weights(part, values, micro.counts)).sum()
                 if has_gradients:
+                    whole = loss
+                    if balanced is not None:
+                        whole = balanced.add_to(loss, counts=micro.counts)
                     with forward.backward_context():
-                        loss.backward()
+                        whole.backward()
             if not is_checked:
                 check_vanishing(method.name, method.objective, method.vanishes or (), outputs, part)
                 is_checked = True
             if not micro.counts:
                 continue
-            capture.add([places[row] for row in micro.rows], outputs, values)
+            capture.add(own_places, outputs, values)
             total += with_float64(loss.detach()).to(torch.float64)
             _measure(means, result, outputs, part, level, float(micro.part.mask.sum()))
             slots += forward.last_slots
@@ -296,8 +341,12 @@ def _measure(
 
 
 @contextmanager
-def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
-    """An adapter's dropout and recomputation, inside the block alone; sampling and scoring are without dropout."""
+def _learning(method: Method, options: TrainSection, places: Sequence[int], part: Batch) -> Iterator[None]:
+    """An adapter's dropout, noise and recomputation, inside the block alone; sampling and scoring are without them.
+
+    ``places``: of the rows of ``part`` in the optimizer batch.
+    """
+    forward = method.forward
     named = forward.model.named_modules()
     dropouts = [m for n, m in named if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
     recomputing: AbstractContextManager[None] = nullcontext()
@@ -311,9 +360,15 @@ def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator
     try:
         for layer in dropouts:
             layer.train()
+        if method.noise is not None and isinstance(forward, Forward):
+            from posttrain.models.forward.noise import NoisyRows
+
+            forward.noise = NoisyRows(method.noise, places, part.lengths.tolist())
         with recomputing:
             yield
     finally:
+        if isinstance(forward, Forward):
+            forward.noise = None
         for layer in dropouts:
             layer.eval()
 

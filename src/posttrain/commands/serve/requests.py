@@ -191,8 +191,17 @@ def read_request(kind: type[RequestT], body: object) -> RequestT:
         if body[key] not in (None, NEUTRAL[key]):
             problem = f"{key}: this server does not do that; leave it out, or give {NEUTRAL[key]!r}"
             raise BadRequest(problem, key, "not_offered")
+    return check_request(kind, {key: value for key, value in body.items() if key in own})
+
+
+def check_request(kind: type[RequestT], content: object) -> RequestT:
+    """Return a request of this kind.
+
+    Raises:
+        BadRequest: the first value that is none, with its key.
+    """
     try:
-        return kind.model_validate({key: value for key, value in body.items() if key in own})
+        return kind.model_validate(content)
     except ValidationError as error:
         key = None
         place = error.errors(include_url=False)[0]["loc"]

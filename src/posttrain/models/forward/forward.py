@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,13 @@ from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.forward.predictions import Distribution, Draws, Entropy, States
+from posttrain.models.forward.routers import Routers, RouterSums, rows_of_tokens
 from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
+
+if TYPE_CHECKING:
+    from posttrain.models.forward.noise import NoisyRows
 
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # in configurations
 
@@ -87,6 +91,9 @@ class Forward:
         self.root: Within | None = None  # gathers the shards for a pass
         self.num_ids: int | None = None  # see ``restrict``
         self.restricts_targets = False
+        self.routers: Routers | None = None  # of which each pass keeps ``routed``
+        self.routed: RouterSums | None = None
+        self.noise: NoisyRows | None = None  # on the embeddings of each pass
         self.choose_path()
         self.last_packing: Packing | None = None
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -130,7 +137,11 @@ class Forward:
 
     def plan(self, batch: Batch) -> Packing | None:
         """The packing of a batch, on the model's device; None where it takes the padded path."""
-        return pack(self._as_read(batch), reads=self.reads).to(self.device) if self.packs(batch) else None
+        if not self.packs(batch):
+            return None
+        if self.noise is not None:  # of each row its own, so that no prompt is shared
+            batch = replace(batch, group=torch.arange(batch.num_rows))
+        return pack(self._as_read(batch), reads=self.reads, keeps_last=self.routers is not None).to(self.device)
 
     def packs(self, batch: Batch) -> bool:
         """Return True if the batch is packed: no row is longer than a window or chunk of the model's attention."""
@@ -197,8 +208,9 @@ class Forward:
                 yield
 
     def _columns(self, batch: Batch) -> int:
-        """Return the number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
-        return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
+        """Return the number of columns that are computed: the last one, which predicts nothing, if it is read."""
+        drops_last = self.reads == "before" and self.routers is None
+        return max(1, batch.tokens.shape[1] - (1 if drops_last else 0))
 
     def _as_read(self, batch: Batch) -> Batch:
         """The batch with the trained tokens that are read."""
@@ -219,10 +231,42 @@ class Forward:
             columns = self._columns(batch)
             self.last_slots = batch.num_rows * columns
             self.last_tokens = int(batch.lengths.clamp(max=columns).sum())
-            return self._padded(self._as_read(batch).to(self.device), columns, predicts)
-        states = self._packed(packing, predicts)
+            filled = torch.arange(columns) < batch.lengths.cpu()[:, None]
+            noise = None
+            if self.noise is not None:
+                noise = self.noise.rectangle(columns, self._width)
+            with self._watched(filled.flatten(), noise):
+                return self._padded(self._as_read(batch).to(self.device), columns, predicts)
+        weights: Tensor | None = None
+        if self.routers is not None:
+            weights = rows_of_tokens(packing)
+        noise = None
+        if self.noise is not None:
+            noise = self.noise.stream(packing, self._width)
+        with self._watched(weights, noise):
+            states = self._packed(packing, predicts)
         self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
         return states
+
+    @property
+    def _width(self) -> int:
+        return int(causal_lm(self.model).get_input_embeddings().weight.shape[1])
+
+    @contextmanager
+    def _watched(self, weights: Tensor | None, noise: Tensor | None) -> Iterator[None]:
+        """Read the routers of a pass, whose tokens stand for ``weights [N]`` rows, and add noise to its embeddings."""
+        logits: list[Tensor] = []
+        with ExitStack() as around:
+            if noise is not None:
+                from posttrain.models.forward.noise import added_to
+
+                around.enter_context(added_to(causal_lm(self.model).get_input_embeddings(), noise))
+            if self.routers is not None:
+                around.enter_context(self.routers.reading(logits))
+            yield
+        if self.routers is not None:
+            assert weights is not None, "known where routers are read"
+            self.routed = self.routers.sums(logits, weights.to(logits[0].device))
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)

@@ -204,17 +204,17 @@ class Packing:
         return sum(bucket.queries.numel() for bucket in self.rectangles[0])
 
 
-def pack(batch: Batch, reads: Reads = "before") -> Packing:
+def pack(batch: Batch, reads: Reads = "before", *, keeps_last: bool = False) -> Packing:
     """Plan the stream of ``batch``, best on the CPU, since the plan is made from values.
 
-    With ``reads="before"`` the last token of a row, which predicts nothing, is left out. Else it is kept, and
-    ``readers`` has the place of every trained token.
+    With ``reads="before"`` the last token of a row, which predicts nothing, is left out, unless it ``keeps_last`` ones.
+    Else it is kept, and ``readers`` has the place of every trained token.
     """
     device = batch.tokens.device
     tokens, mask, lengths, prefixes = (x.cpu().numpy() for x in (batch.tokens, batch.mask, batch.lengths, batch.prefix))
     prompt_rows, parent = _shared_prompts(batch)
     own_start = np.where(parent >= 0, prefixes, 0)
-    own_end = lengths - (reads == "before")  # may be the start: a one-token answer
+    own_end = lengths - (reads == "before" and not keeps_last)  # may be the start: a one-token answer
     pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
     pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
     starts = np.cumsum([0, *(end - start for _, start, end in pieces)])

@@ -16,6 +16,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.trained_heads import copy_tensors
 
 AVERAGES = "averages.safetensors"  # of a checkpoint
+EMA = "ema"  # the average of ``train.ema_decay``, by its use
 
 
 @dataclass(slots=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from posttrain.commands.serve.requests import MAX_ANSWERS, BadRequest
+from posttrain.commands.serve.requests import MAX_ANSWERS, BadRequest, check_request
 from posttrain.option_types import AnySize, Options, Tokens
 from posttrain.training.stepwise.trainee import WHOLE, AdamStep, AdapterChoice
-from posttrain.untrusted import first_fault
 
 MAX_TOP = 128  # likeliest tokens of a place
 MAX_METADATA_CHARS = 20_000
@@ -228,11 +227,4 @@ def read_body(kind: type[BodyT], body: object) -> BodyT:
         raise BadRequest(
             "optimizer_params: this server takes AdamW's steps alone; give adam_params", "optimizer_params"
         )
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        key = None
-        place = error.errors(include_url=False)[0]["loc"]
-        if place:
-            key = str(place[0])
-        raise BadRequest(first_fault(error), key) from None
+    return check_request(kind, body)

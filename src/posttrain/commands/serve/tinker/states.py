@@ -21,7 +21,7 @@ from posttrain.option_types import Options
 from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
 from posttrain.store.durable import remove_tree, storage_errors, write_json
 from posttrain.training.stepwise.trainee import AdapterChoice
-from posttrain.untrusted import first_fault
+from posttrain.untrusted import cut_end, first_fault
 
 Kind = Literal["weights", "sampler_weights"]
 _MODEL = re.compile(r"([0-9a-f]{16}):train:([0-9]{1,9})")
@@ -202,6 +202,4 @@ def no_model(model_id: str) -> BadRequest:
 
 
 def _quoted(text: str) -> str:
-    if len(text) > _SHOWN_CHARS:
-        text = f"{text[:_SHOWN_CHARS]}..."
-    return repr(text)
+    return repr(cut_end(text, _SHOWN_CHARS))
