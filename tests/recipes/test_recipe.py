@@ -153,7 +153,7 @@ def test_recipe_as_other_files_are_written_is_refused_with_what_to_write(tmp_pat
         with refuses(RecipeError, message):
             load_recipe(str(tmp_path / name))
     (tmp_path / "recipe.yaml").write_text("{}")
-    with pytest.raises(RecipeError, match=f"folder of a run; `posttrain runs resume {tmp_path.name}` goes on with it"):
+    with pytest.raises(RecipeError, match=f"run folder; `posttrain runs resume {tmp_path.name}` continues it"):
         load_recipe(str(tmp_path))
 
 
