@@ -1,8 +1,7 @@
-"""Rules about components and sections of a recipe that go together.
+"""Compatibility rules between recipe components and sections.
 
-A rule is: whether it is broken, the key that it names, and what is wrong with a remedy. No model is loaded.
-Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
-loaded model in ``build``.
+Each rule is (violated, key, message with a remedy). No model is loaded. Rules between sections are in
+``Recipe.rules``, rules within a section in ``recipes/sections``, and rules that need a loaded model in ``build``.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Components:
-    """A resolved recipe with the registry entries of its components.
+    """Resolved recipe with registry entries for its components.
 
-    needs: the batch fields that the objective or the recipe reads, and those that these need. level: the unit that the
-    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn, of_parts: of the
-    advantages.
+    needs: required batch fields including dependencies. level: unit for objective values. unit: selection unit, row or
+    pair. per_token, per_turn, of_parts: advantage inputs.
     """
 
     recipe: Recipe
@@ -68,9 +66,9 @@ class Components:
 
     @property
     def keeps_unscored(self) -> bool:
-        """True if an answer without a reward stays in the batch with the advantage 0, as in TRL.
+        """True if unscored answers stay in the batch with advantage 0, as in TRL.
 
-        It cannot if rewards select the rows, are paid at tokens or turns, or are read by the objective.
+        Not possible if rewards drive selection, are assigned to tokens or turns, or are used by the objective.
         """
         if self.selection is None or not self.selection.traits.get("takes_all"):
             return False
@@ -79,7 +77,7 @@ class Components:
 
     @property
     def shape(self) -> Shape:
-        """The kind of unit of the data that the objective reads."""
+        """Data unit expected by the objective."""
         if "step_labels" in self.needs:
             return "steps"
         if self.level == "pair":
@@ -90,25 +88,25 @@ class Components:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The models that the batch fields take: ``reference``, ``teacher``, ``critic``, ..."""
+        """Models used by batch fields: ``reference``, ``teacher``, ``critic``, ..."""
         return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
     def needs_start(self) -> bool:
-        """True if something reads the model as it was when training began."""
+        """True if any component uses the initial model."""
         teacher = self.recipe.teacher
         is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
         return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
 
     @property
     def only_scores(self) -> bool:
-        """True if a reward model is trained, which writes no answers."""
+        """True if training a reward model, which generates no answers."""
         return bool(self.objective.traits.get("head") == "score")
 
     def samples(self, reads: bool | None = None) -> bool:
-        """Return whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+        """Check if trainer processes sample with the model, for rollouts or evaluation.
 
-        ``reads``: whether evaluations read responses instead; by default by the recipe alone.
+        ``reads``: True if evaluations only read given responses; derived from the recipe by default.
         """
         has_rollouts = self.recipe.rollout is not None
         options = self.recipe.eval
@@ -126,20 +124,20 @@ class Components:
 
     @property
     def teaches_itself(self) -> bool:
-        """True if the model that is trained is its own teacher."""
+        """True if the trained model is also the teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
 
 
 def resolve_components(recipe: Recipe) -> Components:
-    """Return the components of a resolved recipe, which fit one another.
+    """Look up the components for a resolved recipe and check compatibility.
 
     Raises:
-        RecipeError: they do not fit; the message is that of the first broken rule.
+        RecipeError: first violated rule.
     """
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
     rollout = recipe.rollout
-    engine = Component(name="native")  # the evaluation of a supervised recipe samples, too
+    engine = Component(name="native")  # supervised recipes also sample during evaluation
     if rollout is not None:
         engine = rollout.engine
     advantage: Entry | None = None
@@ -188,7 +186,7 @@ def resolve_components(recipe: Recipe) -> Components:
 
 
 def unread_parts(components: Components, task: Task) -> list[str]:
-    """Return lines about margins of rows that the objective does not read, and answers that sampled ones replace."""
+    """List notices about unused margins and unused dataset answers."""
     lines = []
     has_margins = ("margin", "read") in task.keys
     if has_margins and components.shape == "pair" and "margins" not in components.needs:
@@ -208,7 +206,7 @@ def unread_parts(components: Components, task: Task) -> list[str]:
 
 
 def _of_objective(w: Components) -> Iterator[Rule]:
-    """Yield rules about the objective and what it reads."""
+    """Yield rules for the objective and its inputs."""
     recipe = w.recipe
     objective = f"objective {w.objective.name!r}"
     one_value = f"but {objective} gives one value per {w.level}"
@@ -238,7 +236,7 @@ def _of_objective(w: Components) -> Iterator[Rule]:
 
 
 def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about evaluations that this objective does not allow."""
+    """Yield rules for evaluations unsupported by this objective."""
     options = w.recipe.eval
     no_drift = f": {objective} trains no policy that could drift; leave it out"
     yield options.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift
@@ -250,7 +248,7 @@ def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
 
 
 def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about sections that fill what the objective reads: teacher, critic, correction, advantage."""
+    """Yield rules for sections that provide objective inputs: teacher, critic, correction, advantage."""
     recipe = w.recipe
     is_taught = bool(w.parts & {"teacher", "seen"})
     yield is_taught and recipe.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
@@ -266,7 +264,7 @@ def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
 
 
 def _of_own_teacher(w: Components) -> Iterator[Rule]:
-    """Yield rules about a model that teaches itself, and about what its teacher sees."""
+    """Yield rules for self-teaching."""
     teacher = w.recipe.teacher
     if teacher is None:
         return
@@ -283,7 +281,7 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
 
 
 def _of_data(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about the model that is trained, and about the units of the data."""
+    """Yield rules for the trained model and data units."""
     recipe = w.recipe
     base = ": a new model (model.init) has no base on disk that an adapter could name"
     yield recipe.model.adapter and recipe.model.init, "model.adapter", base
@@ -300,7 +298,7 @@ def _of_data(w: Components, objective: str) -> Iterator[Rule]:
 
 
 def _of_engines(w: Components) -> Iterator[Rule]:
-    """Yield rules about engines, and about tasks that ask nothing by themselves."""
+    """Yield rules for engines, and for tasks without questions."""
     recipe = w.recipe
     elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     follows = w.engine.traits.get("follows_training", True)
@@ -333,7 +331,7 @@ def _of_engines(w: Components) -> Iterator[Rule]:
 
 
 def _of_rollouts(w: Components) -> Iterator[Rule]:
-    """Yield rules about rollouts, their groups and their advantages."""
+    """Yield rules for rollouts, groups and advantages."""
     rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
         return
@@ -355,7 +353,7 @@ def _of_rollouts(w: Components) -> Iterator[Rule]:
 
 
 def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about the probabilities of the sampler, which an objective may weigh by."""
+    """Yield rules for sampler probabilities used as weights."""
     from_trainer = rollout.old_logprobs == "trainer"
     fresh = (
         ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
@@ -377,7 +375,7 @@ def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
 
 
 def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about top-k, top-p and min-p, whose kept sets an objective follows."""
+    """Yield rules for top-k, top-p and min-p, whose kept sets objectives replay."""
     if not replays_sets(rollout, w.needs):
         return
     cut = "min_p"
@@ -399,7 +397,7 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
     yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
     keeps_sets = w.engine.traits.get("keeps_sets", False)
     remedy = "sample with the native engine"
-    if isinstance(keeps_sets, str):  # an option of the engine
+    if isinstance(keeps_sets, str):  # engine option
         remedy = f"set rollout.engine.{keeps_sets}: true (with a server that does)"
         keeps_sets = w.engine_options.get(keeps_sets, False)
     mute = (
@@ -410,7 +408,7 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
 
 
 def _of_rules(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about ``min_tokens``, ``repetition_penalty`` and ``stop``."""
+    """Yield rules for ``min_tokens``, ``repetition_penalty`` and ``stop``."""
     key = "rollout.repetition_penalty"
     is_given = rollout.repetition_penalty != 1
     for name, is_set in (("min_tokens", rollout.min_tokens > 0), ("stop", bool(rollout.stop))):
@@ -435,7 +433,7 @@ def _of_rules(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
 
 
 def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> Iterator[Rule]:
-    """Yield rules about the rows that are selected, and about the advantages that are computed over them."""
+    """Yield rules for row selection and for advantages computed on selected rows."""
     wanted = "pairs of answers" if w.level == "pair" else "single answers"
     units = f": {selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
     yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
@@ -458,7 +456,7 @@ def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> I
 
 
 def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about the advantage, its groups and its penalty."""
+    """Yield rules for advantages, groups and KL penalties."""
     name = advantage.name
     traits = advantage.traits
     kl = w.recipe.kl_in_reward
@@ -484,7 +482,7 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     yield w.of_parts and kl, "kl_in_reward", apart
     returns = f": {objective} learns returns, and {name!r} gives none; use gae"
     yield "returns" in w.needs and not w.per_token, "advantage", returns
-    if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0
+    if kl is not None and kl.target is not None:  # otherwise one batch could drive the adaptive weight to 0
         from posttrain.algorithms.kl_control import MAX_ERROR
 
         batch = rollout.num_prompts * rollout.group_size
@@ -496,7 +494,7 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
 
 
 def _of_rewards(w: Components) -> Iterator[Rule]:
-    """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
+    """Yield rules for prompt template tags and references to reward components."""
     from posttrain.data.render.template import build_template
     from posttrain.graders.rewards import reward_parts
 
@@ -520,7 +518,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
 
 
 def _of_scale(w: Components) -> Iterator[Rule]:
-    """Yield rules about what can be sharded."""
+    """Yield rules for sharding."""
     model = w.recipe.model
     scale = w.recipe.scale
     elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
@@ -544,9 +542,9 @@ def _of_scale(w: Components) -> Iterator[Rule]:
 
 
 def slow_paths(policy: Forward, attention: str) -> list[str]:
-    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it.
+    """Warn about padded batches, and about masked GPU attention unless requested by the recipe.
 
-    ``attention``: that of the recipe.
+    ``attention``: the recipe's setting.
     """
     if policy.path == "padded" and attention == "sdpa":
         return ["batches are padded, which is slower: packing them would change what this model computes"]
@@ -561,7 +559,7 @@ def slow_paths(policy: Forward, attention: str) -> list[str]:
 
 
 def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -> list[str]:
-    """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
+    """Notify about an unused chat template in a model from outside, if the recipe uses a different template."""
     from posttrain.models.sources import EMBEDDED, resolve_model_name
 
     source = Path(resolve_model_name(model))
@@ -577,10 +575,10 @@ def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -
 
 
 def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:
-    """Return the batch fields at whose 0 the loss of a row is 0; None if every row has to be trained on.
+    """List batch fields whose zeros make a row's loss zero; None if every row must be trained.
 
-    Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
-    would get other masks.
+    Regularizers apply at every token. Adapter dropout draws masks per micro-batch, so removing rows would change the
+    masks for other rows.
     """
     from posttrain.models.forward.forward import causal_lm
     from posttrain.models.forward.routers import configured_coefficient
@@ -590,7 +588,7 @@ def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> 
     if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
         return None
     if components.recipe.train.router_aux_loss_coef != 0 and configured_coefficient(causal_lm(forward.model)):
-        return None  # routers are balanced over all rows
+        return None  # router balancing needs all rows
     if components.recipe.train.router_aux_loss_coef:
         return None
     regularizers = components.recipe.regularize
