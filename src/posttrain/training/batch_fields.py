@@ -285,8 +285,8 @@ def describe_one_prompt(batch: Batch, step: int) -> str:
     if "kl_baseline" not in batch.fields or len({tuple(ids[:length]) for ids, length in rows}) > 1:
         return ""
     return (
-        f"all answers of step {step} have the same prompt, so the KL baseline, which takes answers to other prompts, "
-        "is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
+        f"all answers in step {step} share one prompt, so the KL baseline, which needs different ones, "
+        "is 0. Set data.batch_size (or rollout.num_prompts) so that batches contain multiple prompts"
     )
 
 
@@ -342,7 +342,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
         for name in _fills(entry):
             if name in known or name in (*GIVEN, UNMASKED, COUNTED, LEFT_OUT):
                 raise RecipeError(
-                    f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
+                    f"batch field {entry.name!r} fills {name!r}, which is already taken; choose another name"
                 )
             known[name] = entry
     ordered: dict[str, Entry] = {}
@@ -353,7 +353,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
             names = (*GIVEN, *known)
             raise RecipeError(
                 f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
-                f"{registry.suggest(unknown[0], names)} Or register a batch field of that name"
+                f"{registry.suggest(unknown[0], names)} Or register a batch field with that name"
             )
         filling = {known[name].name: known[name] for name in known if name in requested}
         for entry in filling.values():
@@ -468,7 +468,7 @@ class BatchFields:
             waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
             if waits and "seen" in entry.provided:
                 raise RecipeError(
-                    f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
+                    f"batch field {entry.name!r} runs before each step, but teacher prompts are known only once per "
                     "rollout batch; ask for 'batch' instead of 'seen'"
                 )
             if waits:

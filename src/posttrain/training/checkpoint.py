@@ -182,7 +182,7 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
         return None
     raise CheckpointError(
         f"{root}: no checkpoint verifies against its manifest. " + "; ".join(skipped) + ". "
-        "Restore one of these folders from a copy, or start again under another name with --run NAME; "
+        "Restore one of these folders from a backup, or restart under another name with --run NAME; "
         "nothing was changed"
     )
 
@@ -369,6 +369,6 @@ def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapp
     for key, name, then, place in named:
         if then not in (None, place):
             raise UsageError(
-                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
-                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+                f"{key}: {name!r} pointed to {then} when this run began, but now points to {place}. Point "
+                f"`checkpoints/best` there back to {then}, or restart under another name with --run NAME"
             )

@@ -192,15 +192,15 @@ def unread_parts(components: Components, task: Task) -> list[str]:
     if has_margins and components.shape == "pair" and "margins" not in components.needs:
         name = components.recipe.objective.name
         lines.append(
-            f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"
+            f"margin: objective {name!r} ignores the dataset's margins; bradley_terry uses them with margin: true"
         )
     is_sampled = components.recipe.rollout is not None and components.shape != "demonstration"
     teacher = components.recipe.teacher
     is_sampled = is_sampled and (teacher is None or teacher.sees != "response")
     if is_sampled and any(example.responses for example in islice(task.examples, 1)):
         lines.append(
-            f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} "
-            "are not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
+            f"rollout: training uses sampled answers, so dataset answers for task {task.name!r} are ignored; "
+            "to train on them, use a recipe with 'data' instead of 'rollout', such as dpo-preferences"
         )
     return lines
 
@@ -214,18 +214,16 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     weighed = w.aggregation.traits.get("level", unit)
     yield weighed != unit, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one_value}"
     is_blind = "advantages" not in w.needs
-    no_advantages = f": {objective} reads no advantages; leave 'advantage' out"
+    no_advantages = f": {objective} uses no advantages; remove 'advantage'"
     yield recipe.advantage and is_blind, "advantage", no_advantages
-    no_penalty = f": {objective} reads no advantages, so it would see no penalty"
+    no_penalty = f": {objective} uses no advantages, so the penalty would have no effect; remove 'kl_in_reward'"
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
     is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
-    no_term = (
-        f": a mask leaves out the term of a policy at a token, and {objective} has no such term by itself; use grpo"
-    )
+    no_term = f": masks exclude tokens from a policy loss, but {objective} has no separate policy loss; use grpo"
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
-    yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
+    yield recipe.head and head is None, "head", f": {objective} uses no scores or values; remove 'head'"
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)
@@ -238,12 +236,12 @@ def _of_objective(w: Components) -> Iterator[Rule]:
 def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
     """Yield rules for evaluations unsupported by this objective."""
     options = w.recipe.eval
-    no_drift = f": {objective} trains no policy that could drift; leave it out"
+    no_drift = f": {objective} trains no policy, so KL cannot be measured; remove the key"
     yield options.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift
-    mute = ": a reward model writes no answers; leave it out"
+    mute = ": reward models generate no answers; remove the key"
     yield options.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = w.recipe.data is not None and w.shape == "demonstration"
-    of_demonstrations = ": the held-out loss is of demonstrations in 'data'; leave it out"
+    of_demonstrations = ": held-out loss needs demonstrations in 'data'; remove the key"
     yield options.loss and not imitates, "eval.loss", of_demonstrations
 
 
@@ -251,12 +249,12 @@ def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
     """Yield rules for sections that provide objective inputs: teacher, critic, correction, advantage."""
     recipe = w.recipe
     is_taught = bool(w.parts & {"teacher", "seen"})
-    yield is_taught and recipe.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
-    yield recipe.teacher and not is_taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    yield is_taught and recipe.teacher is None, "teacher", f": {objective} needs a teacher; give teacher.name"
+    yield recipe.teacher and not is_taught, "teacher", f": {objective} uses no teacher; remove 'teacher'"
     has_values = w.objective.traits.get("head") == "value"
-    valued = f': {objective} reads a critic\'s values; register it with head="value"'
+    valued = f': {objective} uses critic values; register it with head="value"'
     yield "critic" in w.parts and not has_values, "objective", valued
-    corrected = f": {objective} reads one; give correction.name"
+    corrected = f": {objective} needs a correction; give correction.name"
     yield "correction" in w.needs and not recipe.correction, "correction", corrected
     credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     yield "advantages" in w.needs and not recipe.advantage, "advantage", credited
@@ -268,14 +266,14 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
     teacher = w.recipe.teacher
     if teacher is None:
         return
-    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
+    samples = ": 'self' needs sampled answers; give 'rollout' instead of 'data'"
     yield w.teaches_itself and w.recipe.rollout is None, "teacher.name", samples
-    of_another = f": it is for a model that teaches itself; set teacher.name to {OWN_TEACHER}, or leave it out"
+    of_another = f": only for self-teaching; set teacher.name to {OWN_TEACHER}, or remove the key"
     for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
         is_unusual = getattr(teacher, key) != usual
         yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
     single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
-    others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
+    others = ": a single-answer group has no other sample to show; increase the group size, or set teacher.sees"
     sees_samples = w.teaches_itself and teacher.sees == "right_sample"
     yield sees_samples and single, "rollout.group_size", others
 
@@ -283,40 +281,40 @@ def _of_own_teacher(w: Components) -> Iterator[Rule]:
 def _of_data(w: Components, objective: str) -> Iterator[Rule]:
     """Yield rules for the trained model and data units."""
     recipe = w.recipe
-    base = ": a new model (model.init) has no base on disk that an adapter could name"
+    base = ": an adapter needs a base model on disk, but model.init creates a new one; remove one key"
     yield recipe.model.adapter and recipe.model.init, "model.adapter", base
     is_shared = recipe.head is not None and recipe.head.trunk == "shared"
-    shares = ": a reward head always shares the model that is trained; leave it out"
+    shares = ": reward heads always share the trained model; remove the key"
     yield w.only_scores and is_shared, "head.trunk", shares
     if recipe.data is None:
         return
     chosen = recipe.data.train_on
-    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
+    judges = f": {chosen!r} applies to demonstrations, but {objective} judges answers; remove the key"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
-    unread = f": {objective} reads no labels that a threshold could make; leave it out"
+    unread = f": {objective} uses no labels; remove the key"
     yield recipe.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Components) -> Iterator[Rule]:
     """Yield rules for engines, and for tasks without questions."""
     recipe = w.recipe
-    elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
+    elsewhere = ": {!r} samples with fixed weights; use native here, and this engine only to evaluate"
     follows = w.engine.traits.get("follows_training", True)
     yield not follows, "rollout.engine", elsewhere.format(w.engine.name)
     is_unplayed = recipe.environment is None and not recipe.tools
     gives = "give 'environment'"
     if recipe.rollout is None:
-        gives = "in a recipe with 'data' nothing answers; take another task"
+        gives = "recipes with 'data' have no environment; choose another task"
     tasks = {"task": recipe.task}
     for index, task in enumerate(recipe.eval.tasks):
         tasks[f"eval.tasks.{index}"] = task
     for key, component in tasks.items():
         traits = registry.traits_of("task", component.name) or {}
         is_played = traits.get("played")
-        yield is_played and is_unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
+        yield is_played and is_unplayed, key, f": {component.name!r} needs an environment to ask questions; {gives}"
     evaluating = recipe.eval.engine
     if evaluating is not None:
-        head = ": a reward model writes no answers that an engine could sample; leave it out"
+        head = ": reward models generate no answers; remove the key"
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         follows = engine.traits.get("follows_training", True)
@@ -326,7 +324,7 @@ def _of_engines(w: Components) -> Iterator[Rule]:
     options = recipe.eval
     changed = {"min_tokens": options.min_tokens > 0, "repetition_penalty": options.repetition_penalty != 1}
     for key, is_set in (changed | {"stop": bool(options.stop)}).items():
-        unknown = f": engine {engine.name!r} does not know it; evaluate with the native engine, or leave it out"
+        unknown = f": engine {engine.name!r} does not support this; evaluate with the native engine, or remove the key"
         yield is_set and not engine.traits.get("applies_rules", False), f"eval.{key}", unknown
 
 
@@ -338,14 +336,12 @@ def _of_rollouts(w: Components) -> Iterator[Rule]:
     yield from _of_sampler(w, rollout)
     yield from _of_selection(w, rollout, w.selection)
     is_single = rollout.group_size < 2
-    two = ": a pair needs two answers; give rollout.group_size"
+    two = ": pairs need two answers; increase rollout.group_size"
     yield is_single and w.unit == "pair", "rollout.select", two
-    uniform = ": a group of one completion is always uniform; give rollout.group_size"
+    uniform = ": groups with one completion are always uniform; increase rollout.group_size"
     yield is_single and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
     objective = f"objective {w.recipe.objective.name!r}"
-    shown = (
-        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
-    )
+    shown = f": {objective} needs feedback, which requires self-teaching; set teacher.name to {OWN_TEACHER}"
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.num_minibatches
     divides = f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}"
@@ -356,19 +352,19 @@ def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
     """Yield rules for sampler probabilities used as weights."""
     from_trainer = rollout.old_logprobs == "trainer"
     fresh = (
-        ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
+        ": with staleness, the trainer would recompute these with newer weights than the sampler's, which biases the "
         "objective; give 'correction', or set rollout.old_logprobs to sampler"
     )
     is_uncorrected = w.recipe.correction is None
     yield rollout.staleness and from_trainer and is_uncorrected, "rollout.old_logprobs", fresh
     weighs = any(comes_from_rollouts(name) for name in w.needs)
     rounded = (
-        ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
-        "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
+        ": bf16 rounds trainer probabilities but not sampler probabilities, so ratios would not start at 1; set "
+        "rollout.old_logprobs to trainer (and optionally 'correction' to reweight)"
     )
     is_rounded = w.recipe.train.precision == "bf16" and not from_trainer
     yield is_rounded and weighs, "train.precision", rounded
-    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    steps = ": step labels come from data, not rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     yield from _of_truncation(w, rollout)
     yield from _of_rules(w, rollout)
@@ -385,24 +381,24 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
         cut = "top_k"
     objective = f"objective {w.recipe.objective.name!r}"
     large = (
-        f"={rollout.top_k}: {objective} follows the sampler over the tokens that it kept for each draw, and at most "
-        f"{MOST_KEPT} are kept; set it to {MOST_KEPT} or less, or leave it out"
+        f"={rollout.top_k}: {objective} replays token sets kept by the sampler, at most {MOST_KEPT} tokens each; "
+        f"set top_k to {MOST_KEPT} or less, or remove it"
     )
     yield rollout.top_k is not None and rollout.top_k > MOST_KEPT, "rollout.top_k", large
     whole = (
-        f": {objective} compares the teacher's likeliest tokens of the whole vocabulary, and {cut} keeps a part of it "
-        f"for each draw; leave {cut} out, or choose an objective that reads the sampled token alone (on_policy_"
+        f": {objective} compares teacher and student over the whole vocabulary, but {cut} truncates it; "
+        f"remove {cut}, or choose an objective that uses only sampled tokens (on_policy_"
         "distillation)"
     )
     yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
     keeps_sets = w.engine.traits.get("keeps_sets", False)
     remedy = "sample with the native engine"
     if isinstance(keeps_sets, str):  # engine option
-        remedy = f"set rollout.engine.{keeps_sets}: true (with a server that does)"
+        remedy = f"set rollout.engine.{keeps_sets}: true (if the server supports it)"
         keeps_sets = w.engine_options.get(keeps_sets, False)
     mute = (
-        f": {objective} follows the sampler over the tokens that {cut} kept for each draw, and engine "
-        f"{w.engine.name!r} does not say which these were; {remedy}, or leave {cut} out"
+        f": {objective} replays the token sets kept by {cut}, but engine "
+        f"{w.engine.name!r} does not report them; {remedy}, or remove {cut}"
     )
     yield not keeps_sets, f"rollout.{cut}", mute
 
@@ -415,19 +411,17 @@ def _of_rules(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
         if is_set and not is_given:
             key, is_given = f"rollout.{name}", True
     knows = w.engine.traits.get("applies_rules", False)
-    unknown = f": engine {w.engine.name!r} does not know it; sample with the native engine, or leave it out"
+    unknown = f": engine {w.engine.name!r} does not support this; sample with the native engine, or remove the key"
     yield is_given and not knows, key, unknown
     if not follows_rules(rollout, w.needs):
         return
     objective = f"objective {w.recipe.objective.name!r}"
     whole = (
-        f": {objective} compares the teacher's likeliest tokens as the model has them, and this changes the "
-        "distribution that is sampled; leave it out, or choose an objective that reads the sampled token alone"
+        f": {objective} compares unmodified teacher and student distributions, but this key modifies the "
+        "sampling distribution; remove it, or choose an objective that uses only sampled tokens"
     )
     yield "teacher_ids" in w.needs, key, whole
-    prefix = (
-        ": the teacher reads other prompts than the student, so that its penalized tokens would be others; leave it out"
-    )
+    prefix = ": teacher and student have different prompts, so different tokens would be penalized; remove the key"
     is_other = rollout.repetition_penalty != 1 and w.teaches_itself and "seen" in w.parts
     yield is_other, "rollout.repetition_penalty", prefix
 
@@ -440,16 +434,13 @@ def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> I
     if w.advantage is not None:
         yield from _of_advantage(w, w.advantage, rollout)
     reads_all = w.per_token or w.per_turn or w.recipe.kl_in_reward
-    every = (
-        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
-        "leave rollout.select out"
-    )
+    every = ": kl_in_reward and per-token or per-turn advantages need every completion; remove 'rollout.select'"
     yield reads_all and not selection.traits.get("takes_all"), "rollout.select", every
     assert rollout.select is not None
     threshold = rollout.select.options.get(selection.traits.get("labels_by", ""))
     both = (
-        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
-        "labelled as right; give both the same number"
+        f": {threshold} selects correct answers, but rollout.label_above {rollout.label_above} labels them; "
+        "use the same number for both"
     )
     differs = threshold not in (None, rollout.label_above)
     yield "labels" in w.needs and differs, "rollout.select.threshold", both
@@ -469,26 +460,26 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
         f": {name!r} needs values, which {objective} does not learn; "
-        "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+        "use objective ppo (custom objectives need old_values and head 'value'), or an advantage without values"
     )
     reads_values = "old_values" in traits.get("needs", ())
     yield reads_values and "old_values" not in w.needs, "advantage", values
     negative = (
-        f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; use the objective's kl "
-        "instead"
+        f": penalties can make rewards negative, but advantage {name!r} divides by their mean; use "
+        "regularize.kl_coef instead"
     )
     yield traits.get("wants_positive") and kl, "kl_in_reward", negative
-    apart = f": advantage {name!r} reads each reward by itself, and a penalty is none of them; use regularize.kl_coef"
+    apart = f": advantage {name!r} uses individual rewards, so a shared penalty does not apply; use regularize.kl_coef"
     yield w.of_parts and kl, "kl_in_reward", apart
-    returns = f": {objective} learns returns, and {name!r} gives none; use gae"
+    returns = f": {objective} needs returns, but {name!r} gives none; use gae"
     yield "returns" in w.needs and not w.per_token, "advantage", returns
     if kl is not None and kl.target is not None:  # otherwise one batch could drive the adaptive weight to 0
         from posttrain.algorithms.kl_control import MAX_ERROR
 
         batch = rollout.num_prompts * rollout.group_size
         short = (
-            f"={kl.horizon} is too short for batches of {batch} completions: it must be more than "
-            f"{MAX_ERROR * batch:g}, and is usually many batches"
+            f"={kl.horizon} is too short for batches of {batch} completions: it must exceed "
+            f"{MAX_ERROR * batch:g}, and usually covers many batches"
         )
         yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
 
@@ -505,7 +496,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     if w.recipe.rollout is not None:
         name = w.recipe.rollout.uniform_by
     near = registry.suggest(str(name), known)
-    unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
+    unknown = f": no reward component named {name!r}.{near} Known: {', '.join(known)}"
     unknown += answer_value("rollout.uniform_by", name)
     yield name not in known, "rollout.uniform_by", unknown
     if w.recipe.rollout is None:
@@ -521,7 +512,7 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     """Yield rules for sharding."""
     model = w.recipe.model
     scale = w.recipe.scale
-    elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
+    elsewhere = ": averaged weights can only be sampled in this process; set eval.engine native"
     evaluates = w.recipe.train.ema_decay is not None and bool(w.recipe.eval.every)
     engine = w.engine
     if w.recipe.eval.engine is not None:
@@ -529,15 +520,15 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     yield evaluates and engine.traits.get("takes_weights"), "train.ema_decay", elsewhere
     optimizer = w.recipe.optimizer.name
     if scale.sharding == "none":
-        alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
+        alike = ": weights are not sharded; give scale.sharding: fsdp2, or remove 'checkpoint'"
         yield scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
-    parts = f": it is not known whether optimizer {optimizer!r} works on sharded tensors"
+    parts = f": optimizer {optimizer!r} is untested with sharded tensors"
     known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
-    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    bits = ": quantized weights (model.load_bits) cannot be sharded; remove one key"
     yield model.load_bits, "scale.sharding", bits
-    types = ": an adapter in fp32 on a base in bf16 cannot be sharded with it; use model.dtype fp32, or none"
+    types = ": an fp32 adapter on a bf16 base cannot be sharded; use model.dtype fp32, or sharding none"
     yield model.adapter and model.dtype == "bf16", "scale.sharding", types
 
 
@@ -547,13 +538,13 @@ def slow_paths(policy: Forward, attention: str) -> list[str]:
     ``attention``: the recipe's setting.
     """
     if policy.path == "padded" and attention == "sdpa":
-        return ["batches are padded, which is slower: packing them would change what this model computes"]
+        return ["batches are padded, which is slower, because packing would change this model's outputs"]
     if policy.path == "padded":
-        return [f"model.attention: {attention}: batches are padded; with sdpa they are packed"]
+        return [f"model.attention: {attention}: batches are padded; sdpa would pack them"]
     if policy.device.type == "cuda" and policy.attention == "mask":
         return [
-            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
-            "masks, in rectangles; train.precision: bf16 avoids them"
+            "model.attention: variable-length flash attention supports only 16 bits, so the trainer uses padded "
+            "rectangles with attention masks; train.precision: bf16 avoids this"
         ]
     return []
 
@@ -570,7 +561,7 @@ def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -
         return []
     return [
         f"prompt.template {template.name}: the tokenizer of {model} has a chat template, which this run "
-        "does not use; --prompt.template chat trains under it"
+        "does not use; --prompt.template chat uses it"
     ]
 
 

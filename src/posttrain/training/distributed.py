@@ -79,7 +79,7 @@ class Processes(ProcessGroup):
             return cls(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
         named = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in named if not os.environ.get(name)]:
-            raise UsageError(f"the environment has RANK and no {', '.join(missing)}; torchrun sets all of them")
+            raise UsageError(f"RANK is set, but {', '.join(missing)} missing; torchrun sets all of these")
         try:
             store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
         except (RuntimeError, ValueError, TimeoutError) as error:
@@ -87,9 +87,9 @@ class Processes(ProcessGroup):
             if "EADDRINUSE" in str(error):
                 reason = "the port is in use"
             raise UsageError(
-                "MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Give a free port of a machine "
-                "that all of them reach"
+                "MASTER_ADDR and MASTER_PORT: processes cannot connect at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Use a free port on a machine "
+                "reachable from all processes"
             ) from error
         return cls(rank, size, store)
 
@@ -102,7 +102,7 @@ class Processes(ProcessGroup):
         try:
             self.store.wait([TASK], timedelta(seconds=JOIN_SECONDS))
         except RuntimeError as error:
-            raise PeerFailure(f"{self}: rank 0 gives no task: {first_line(error)}") from error
+            raise PeerFailure(f"{self}: rank 0 sent no task: {first_line(error)}") from error
         return dict(json.loads(self.store.get(TASK)))
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
@@ -134,7 +134,7 @@ class Processes(ProcessGroup):
                 raise failure
             if time.monotonic() > deadline:
                 raise PeerFailure(
-                    f"{self.size - num_here} of {self.size} processes have not come in {JOIN_SECONDS:g} s"
+                    f"{self.size - num_here} of {self.size} processes did not join within {JOIN_SECONDS:g} s"
                 )
             num_here = self.store.add(ARRIVED, 0)
 
@@ -191,7 +191,7 @@ class Processes(ProcessGroup):
         except RuntimeError as error:
             raise self.first_failure() or PeerFailure(
                 f"{self}: the exchange of {what} failed after {time.monotonic() - started:.0f} s: {first_line(error)}. "
-                "If another process is only slower, give a larger scale.timeout_seconds"
+                "If another process is just slow, increase scale.timeout_seconds"
             ) from error
 
     def __str__(self) -> str:
@@ -207,10 +207,12 @@ def check_devices(device: str, num_processes: int) -> None:
     kind = choose_device(device).type
     there = torch.cuda.device_count()
     if kind == "mps" and num_processes > 1:
-        raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
+        raise UsageError(
+            f"scale.processes: {num_processes}, but a Mac GPU (model.device mps) supports only 1; set 1, or use cpu"
+        )
     if kind == "cuda" and num_processes > there:
         raise UsageError(
-            f"scale.processes: {num_processes} on this machine, and torch sees {there} "
+            f"scale.processes: {num_processes} on this machine, but torch finds {there} "
             f"GPU{'s' if there != 1 else ''}; give at most one process per GPU, or model.device cpu"
         )
 
@@ -272,7 +274,7 @@ def _open_group(process_group: Processes, device: str, timeout_seconds: float) -
         )
     except RuntimeError as error:
         raise process_group.failure() or PeerFailure(
-            f"{process_group} cannot reach the others: {first_line(error)}"
+            f"{process_group} cannot reach other processes: {first_line(error)}"
         ) from error
 
 
@@ -432,14 +434,14 @@ class StoredShards(Mapping[str, Tensor]):
             self._about: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         for name, about in self._about.items():
             if about.size.numel() != sum(chunk.sizes.numel() for chunk in about.chunks):
-                raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is not whole")
+                raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is incomplete")
 
     @contextmanager
     def _explained(self) -> Iterator[HuggingFaceStorageReader]:
         try:
             yield HuggingFaceStorageReader(str(self._folder))
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{self._folder} does not hold an optimizer's tensors: {first_line(error)}") from None
+            raise CheckpointError(f"{self._folder} contains no optimizer tensors: {first_line(error)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._about))

@@ -100,7 +100,7 @@ def choose_held_out(
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
-            raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+            raise UsageError(f"task {task.name!r}, split {task.split!r}: no examples to evaluate")
         examples = held_out(task, n, key=content_of)
         if components.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
@@ -119,8 +119,8 @@ def choose_held_out(
             chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
         elif components.only_scores:
             raise RecipeError(
-                f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
-                "graded; name a task with responses, or switch evaluation off with eval.every: 0"
+                f"eval.tasks: task {task.name!r} has no responses, and reward models generate no answers to "
+                "grade; choose a task with responses, or disable evaluation with eval.every: 0"
             )
     return chosen
 
@@ -201,8 +201,8 @@ def evaluate_objective(
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
         raise UsageError(
-            f"eval: the objective reports none of {', '.join(ACCURACIES)}, so there is nothing to evaluate by; add one "
-            "to its metrics, or switch evaluation off with eval.every: 0"
+            f"eval: objective metrics contain none of {', '.join(ACCURACIES)} to evaluate; add one, "
+            "or disable evaluation with eval.every: 0"
         )
     if not (math.isfinite(loss) and math.isfinite(metrics[name])):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
@@ -307,6 +307,6 @@ def build_eval_engine(
         return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
     except UsageError as error:
         place = "" if str(error).startswith("eval.engine") else "eval.engine: "
-        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
+        way_out = f"Or remove eval.engine, so evaluation uses {components.engine.name!r}"
         error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
         raise
