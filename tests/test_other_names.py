@@ -75,7 +75,7 @@ KNOWN = {
     "keep_sampling_mask": "rollout.top_p",
     "sampling.top_p": "rollout.top_p",
     "rollout.sampling_params.min_p": "rollout.min_p",
-    "sync_ref_model": "not offered",
+    "ref_adapters": "not offered",
     "galore_update_interval": "not offered",
 }
 
@@ -285,7 +285,7 @@ def test_unknown_component_gets_no_look_alike(kind: str, name: str) -> None:
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sync_ref_model", "num_generations", "sglang", "GRPOTrainer", "learnig_rate"])
+@pytest.mark.parametrize("name", ["ref_adapters", "num_generations", "sglang", "GRPOTrainer", "learnig_rate"])
 def test_a_name_has_the_same_answer_in_recipe_command_python_and_explain(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

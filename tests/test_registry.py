@@ -151,6 +151,7 @@ def test_built_in_batch_fields_are_in_the_order_of_the_source() -> None:
         "policy_logprobs",
         "clip_cov_tokens",
         "kl_cov_tokens",
+        "transport_shift",
     ]
 
 

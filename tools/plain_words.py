@@ -24,7 +24,7 @@ PROSE = re.compile(
     re.IGNORECASE,
 )
 NAMES = {
-    "told", "stated", "said", "says", "asked", "beside", "owed", "headline", "doorway", "patience", "speech", "keeper",
+    "told", "stated", "said", "says", "asked", "beside", "owed", "headline", "doorway", "speech", "keeper",
     "courier", "placed", "fleet", "standing", "contest", "course", "remark", "kin", "passes", "cell", "donor", "dose",
     "treatment", "homes",
 }  # fmt: skip

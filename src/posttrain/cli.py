@@ -78,6 +78,11 @@ any key of the recipe is an option:
   posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
   posttrain train my-recipe.yaml --dry-run
 """
+RECIPES_EPILOG = """\
+a schema by which editors complete and check recipes:
+  posttrain recipes schema > recipe.schema.json
+  # yaml-language-server: $schema=recipe.schema.json     (the first line of a recipe)
+"""
 DATA_EPILOG = """\
 options of the task follow its name:
   posttrain data show stories --limit 2000 --model tiny --plot
@@ -249,7 +254,11 @@ _OPTIONS = {
         ),
         option("--browser", action="store_true", help="open it in the browser"),
     ),
-    "recipes": CommandOptions(_LISTED, option("name", nargs="?", help="the recipe to show")),
+    "recipes": CommandOptions(
+        option("action", nargs="?", choices=("list", "show", "schema"), default="list"),
+        option("name", nargs="?", help="the recipe to show"),
+        epilog=RECIPES_EPILOG,
+    ),
     "explain": CommandOptions(
         option("name", nargs="*", help="such as grpo, correct, KL penalty, train; without it: all names")
     ),
@@ -269,6 +278,7 @@ _OPTIONS = {
     **{f"runs {name}": options for name, options in RUNS.items()},
 }  # fmt: skip
 _INPUT = ("task", "template")
+_RUN_BODIES = {"export": "sharing.export:run_export"}
 _RUN_BEATS = {"resume": "stdout", "manage": ""}
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
@@ -298,6 +308,10 @@ COMMANDS = {
                       models=("models",), beats=""),
     "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes",
                        tables=True, runs=False),
+    "env": Command("versions, hardware and settings of this machine for a bug report, without secrets",
+                   "sharing.environment:run_env", tables=True, runs=False),
+    "completion": Command("completion of commands, options, keys and names in bash, zsh and fish",
+                          "sharing.completion:run_completion", runs=False),
     "explain": Command("explain a component or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", tables=True, runs=False),
     "exercise": Command("write a function of post-training, and compare it with the library's own",
@@ -307,7 +321,8 @@ COMMANDS = {
     "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
-    **{f"runs {name}": Command(text, f"runs:run_{name}", tables=name in ("list", "show", "compare"),
+    **{f"runs {name}": Command(text, _RUN_BODIES.get(name, f"runs:run_{name}"),
+                               tables=name in ("list", "show", "compare"),
                                beats=_RUN_BEATS.get(name, "stderr"))
        for name, text in (
            ("list", "every run: its state, primary metric and size"),
@@ -363,6 +378,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     actions = [name.partition(" ")[2] for name in choices if name.startswith(f"{command} ")]
     if command in ("recipes", "data"):
         actions = ["list", "show"]
+    if command == "recipes":
+        actions.append("schema")
     if actions:
         refuse_action(command, words, actions)
     name = command
@@ -434,6 +451,8 @@ def run_command(arguments: Sequence[str]) -> int:
         trust_remote_code=getattr(namespace, "trust_remote_code", False),
     )
     command = COMMANDS[namespace.command]
+    if namespace.command == "completion":
+        namespace.command_line = imported("sharing.completion:CommandLine")(COMMANDS, build_parser)
     _refuse_absent_models(command, namespace)
     if command.body is None:
         command = COMMANDS[f"{namespace.command} {namespace.action}"]

@@ -107,7 +107,6 @@ GONE = {
     "posttrain quantize --n": "`--limit`, the number of rows to measure on",
     "posttrain data --n": "`--limit`, the number of rows to read",
     "posttrain data show --n": "`--limit`, the number of rows to read",
-    "posttrain completion": "`posttrain recipes` and `posttrain explain`, which list the names",
     "posttrain runs tag": "a name that says it (`--run NAME`), or a file of your own in the run's folder",
     "posttrain runs note": "a file of your own in the run's folder",
     "posttrain runs list --tag": "a pattern of names, or `--state`",

@@ -32,6 +32,8 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
     ("what-if",): ["honest", "--at", "1", "drop", "prompt:x"],
     ("doctor",): ["evil"],
+    ("env",): ["--packages"],
+    ("completion",): ["words", ":runs", ":show", ":"],
     ("evaluate",): ["tiny", "--limit", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],

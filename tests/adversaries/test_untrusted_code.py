@@ -40,6 +40,8 @@ SHORT = ["--max-tokens", "4"]
 COMMANDS: dict[str, list[list[str]]] = {
     "demo": [],  # trains two recipes of its own; a taken name is compared as `train` compares it
     "explain": [],
+    "env": [],  # opens no run
+    "completion": [],  # reads names of folders
     "conformance": [],  # runs the file that the reader names
     "exercise": [],  # runs the file that the reader names
     "models": [],  # opens no run

@@ -40,6 +40,7 @@ def made_up(seed: int = 0) -> dict[str, Tensor]:
     tensors["labels"] = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     tensors["has_feedback"] = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     tensors["margins"] = torch.tensor([0.5, 0.5, 0.1, 0.1], dtype=torch.float64)
+    tensors["transport_shift"] = torch.tensor([0.5, 0.5, -0.1, -0.1], dtype=torch.float64)
     tensors["kl_baseline"] = torch.full((ROWS,), 0.3, dtype=torch.float64)
     tensors["step_labels"] = (numbers(ROWS, WIDTH) > 0).double()
     for name in ("clip_cov_tokens", "kl_cov_tokens"):

@@ -191,7 +191,7 @@ def test_sweep_refuses_a_specification_of_other_types() -> None:
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_evaluation", "on_checkpoint"])
-@pytest.mark.parametrize("given", [int, float, str, dict, 3, [print], Path("x"), b"x", type("Mine", (), {})])
+@pytest.mark.parametrize("given", [int, float, str, dict, 3, [3], [print, dict], Path("x"), b"x", type("Mine", (), {})])
 def test_callback_that_is_no_function_is_refused_before_the_run(name: str, given: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"^{name}: "):
         pt.train("tiny/grpo", **SHORT, **{name: given})

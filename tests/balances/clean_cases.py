@@ -46,6 +46,7 @@ OF_PAIRS = (
     "f_dpo",
     "ld_dpo",
     "mpo",
+    "aot",
 )
 OF_GROUPS = ("raw", "centered", "leave_one_out", "normalized", "mean_scaled", "batch_normalized", "turn_normalized")
 TWO_REWARDS = [{"name": "small_runs:vowel_share", "weight": 2.0}, {"name": "small_runs:digit_share", "weight": -0.3}]
@@ -132,6 +133,17 @@ CASES: dict[str, dict[str, Any]] = {
         model={"name": "tiny-sft"},
         rollout=CUT_OFF | {"truncated_divisor": "all"},
         masks=[{"name": "top_entropy", "divisor": "kept"}],
+    ),
+    "objective aot of a data set": judged({"name": "aot", "label_smoothing": 0.1}, train={"steps": 4, "lr": 1e-2}),
+    "hard reference": grpo(
+        rollout=SHORT,
+        regularize={"kl_coef": 0.1},
+        reference={"every": 2, "mixing": 1.0},
+        train={"steps": 6, "num_minibatches": 2, "ppo_epochs": 2},
+    ),
+    "soft reference of pairs": judged("dpo", reference={"every": 2, "mixing": 0.6}, train={"steps": 5}),
+    "hard reference of pairs from rollouts": grpo(
+        objective="dpo", rollout=PAIRS, reference={"every": 1, "mixing": 1.0}, train=SHARED
     ),
     "advantage gdpo": grpo(advantage="gdpo", rollout=SHORT, rewards=TWO_REWARDS),
     "advantage gdpo, rewards without a value": grpo(
@@ -225,6 +237,7 @@ FAST = (
     "objective clip_cov",
     "masks that divide by what they keep",
     "masked truncated, all divided by",
+    "hard reference",
     "correction geometric_mask of sequences",
     "kl k3 and entropy",
     "ahead of the sampler",

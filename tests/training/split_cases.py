@@ -190,6 +190,7 @@ def draw_fields(n: int, num_classes: int, generator: torch.Generator) -> dict[st
             "labels": float(draw[1] < 0.5),
             "has_feedback": float(draw[2] < 0.7),
             "kl_baseline": 0.3,
+            "transport_shift": draw[0] - draw[1],
         },
         "candidates": {
             "teacher_ids": candidate_logprobs.indices,

@@ -80,6 +80,20 @@ CASES: dict[str, Case] = {
         base={"masks": ["off_policy_sequence"], "rollout": SHORT},
     ),
     "top_entropy share": Case("masks.0.share", (1.0, 1.0), {}, None, base={"masks": ["top_entropy"], "rollout": SHORT}),
+    "reference.every": Case(
+        "reference.every",
+        (3, 5),
+        {},
+        {"train": {"steps": 6}},
+        base={"reference": {"mixing": 0.6}, "regularize": {"kl_coef": 0.5}, "rollout": SHORT},
+    ),
+    "reference.mixing": Case(
+        "reference.mixing",
+        (0.2, 1.0),
+        {"reference": {"every": 3}},
+        {"reference": {"every": 1}},
+        base={"regularize": {"kl_coef": 0.5}, "rollout": SHORT},
+    ),
     "truncated_divisor": Case(
         "rollout.truncated_divisor",
         ("kept", "all"),

@@ -13,7 +13,7 @@ from closeness import approx
 from posttrain import registry
 from posttrain.algorithms.advantages import gdpo
 from posttrain.errors import RecipeError, RunFailure, UsageError
-from posttrain.recipes.sections import KLInRewardSection
+from posttrain.recipes.reference_sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, pay_at_the_end
 from posttrain.training.checks import resolve_components
 from posttrain.types import Batch, Completion, Example, Rollout, Sample, collate

@@ -13,7 +13,7 @@ from test_turns import game_recipe
 from closeness import approx
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
-from posttrain.recipes.sections import KLInRewardSection
+from posttrain.recipes.reference_sections import KLInRewardSection
 from posttrain.training.advantages import AdvantageEstimator, number_turns
 from posttrain.training.build import prepare
 from posttrain.training.sources.rollouts import pay_turns

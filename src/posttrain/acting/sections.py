@@ -49,6 +49,13 @@ def _trains_truncated(facts: RunFacts, key: str) -> str:
     return "rollout.mask_truncated is false"
 
 
+def _never_moves(facts: RunFacts, key: str) -> str:
+    every = facts.get("reference.every")
+    if facts.steps is None or facts.steps > every:
+        return ""
+    return f"the run makes {facts.steps} updates (train.steps), and the reference moves after {every} (reference.every)"
+
+
 def _no_labels(facts: RunFacts, key: str) -> str:
     sees_samples = facts.get("teacher.name") == "self" and facts.get("teacher.sees") == "right_sample"
     if "labels" in facts.needs or sees_samples:
@@ -168,6 +175,7 @@ IF_GROUPS_ARE_DROPPED = ActsIf(
 IF_TRUNCATED_ARE_MASKED = ActsIf(
     "if rollout.mask_truncated is true", _trains_truncated, "Set rollout.mask_truncated: true"
 )
+IF_REFERENCE_MOVES = ActsIf("below train.steps", _never_moves, "Set reference.every below train.steps", by_default=True)
 IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
 IF_OLD_LOGPROBS_ARE_READ = ActsIf(
     "if the objective has a ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs

@@ -8,7 +8,7 @@ processes change it. Its positional parameters are batch fields by name, ``[B, T
 What a mask takes out is the objective's own value. A KL or an entropy bonus of ``regularize`` is still taken at every
 token. ``divisor`` in a recipe says what the means of the loss divide by: all tokens and rows, or those that are kept.
 
-The two choices by covariance, for the objectives ``clip_cov`` and ``kl_cov``, are here, too.
+The choices by covariance, for the objectives ``clip_cov`` and ``kl_cov``, and the ranks of ``aot`` are here, too.
 """
 
 from __future__ import annotations
@@ -122,6 +122,12 @@ def largest(covariance: Tokens, mask: Mask, number: int) -> Mask:
     places = mask.flatten().nonzero().flatten()
     order = covariance.flatten()[places].argsort(descending=True, stable=True)[:number]
     return _marked(places[order], covariance)
+
+
+def shift_by_rank(policy: Tensor, reference: Tensor) -> Tensor:
+    """``[U]``: each pair's margin of the reference minus the one that has the rank of its margin of the policy."""
+    ranks = policy.argsort(stable=True).argsort()
+    return reference - reference.sort().values[ranks]
 
 
 def _marked(places: Tensor, like: Tokens) -> Mask:

@@ -133,13 +133,21 @@ class Run:
             return page
         return write_summary(self.folder)
 
-    def export(self, to: str | os.PathLike[str], *, weights: WeightsKind | None = None, merge: bool = False) -> Path:
+    def export(
+        self,
+        to: str | os.PathLike[str],
+        *,
+        weights: WeightsKind | None = None,
+        merge: bool = False,
+        gguf: str | None = None,
+    ) -> Path:
         """Copy model, recipe and results to a new folder, as ``posttrain runs export`` does; return it.
 
         Args:
             to: a new folder outside of the runs.
             weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
             merge: add a LoRA adapter to its base, so that the model stands alone.
+            gguf: also write a GGUF file by llama.cpp's converter: ``f32``, ``f16``, ``bf16`` or ``q8_0``.
 
         Examples:
             >>> run.export("out", merge=True)
@@ -147,13 +155,45 @@ class Run:
         """
         from posttrain.runs.export import export_run  # which no training needs
 
-        check_flag("merge", merge)
-        if weights is not None and not isinstance(weights, str):
-            raise UsageError(f"weights: {shorten(weights)} is none. Give best, last, ema or none")
+        _check_export(weights, merge)
+        if gguf is not None and not isinstance(gguf, str):
+            raise UsageError(f"gguf: {shorten(gguf)} is none. Give f32, f16, bf16 or q8_0")
+        target = Path(plain_path("to", to))
+        return export_run(self.folder.parent, self.folder, target, weights=weights, merge=merge, gguf=gguf).target
 
-        return export_run(
-            self.folder.parent, self.folder, Path(plain_path("to", to)), weights=weights, merge=merge
-        ).target
+    def push_to_hub(
+        self, name: str, *, public: bool = False, weights: WeightsKind | None = None, merge: bool = False
+    ) -> str:
+        """Upload the export to a repository of the Hugging Face hub, as ``posttrain runs export --push`` does.
+
+        Args:
+            name: of the repository, such as ``me/my-model``; it is made if it does not exist.
+            public: of a new repository; by default it is private.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
+            merge: add a LoRA adapter to its base, so that the model stands alone.
+
+        Returns:
+            The URL of the repository.
+
+        Raises:
+            UsageError: there is no token, no network, or the hub refuses.
+
+        Examples:
+            >>> run.push_to_hub("me/my-model")
+            'https://huggingface.co/me/my-model'
+        """
+        from posttrain.runs.push import push_run
+
+        _check_export(weights, merge)
+        check_flag("public", public)
+        url, _ = push_run(self.folder.parent, self.folder, name, weights=weights, merge=merge, public=public)
+        return url
+
+
+def _check_export(weights: object, merge: object) -> None:
+    check_flag("merge", merge)
+    if weights is not None and not isinstance(weights, str):
+        raise UsageError(f"weights: {shorten(weights)} is none. Give best, last, ema or none")
 
 
 def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:

@@ -60,6 +60,33 @@ class Event:
 
 
 Callback = Callable[[Event], object]
+Callables = Callback | Sequence[Callback]  # one, or several, which are called in their order
+
+
+def callbacks_of(given: object) -> list[Any]:
+    """Return the functions of an argument that takes none, one or a list."""
+    if given is None:
+        return []
+    if issubclass(type(given), list | tuple):  # isinstance would ask the object itself
+        return list(given)  # type: ignore[call-overload]
+    return [given]
+
+
+def _check_callback(name: str, callback: object) -> None:
+    """Refuse what cannot be called with an event.
+
+    Raises:
+        UsageError: with the name of the argument.
+    """
+    is_class = issubclass(type(callback), type)  # isinstance would ask the object itself
+    if is_class or not callable(callback):
+        what = type(callback).__name__
+        if is_class:
+            what = f"the class {getattr(callback, '__name__', '?')}"
+        raise UsageError(f"{name}: {what} is no function. Give one of an event, or a list of them: def {name}(event)")
+    with reading(name):
+        if not registry.takes_one(callback):
+            raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
 
 
 @dataclass
@@ -67,25 +94,15 @@ class Callbacks:
     """An observer that calls functions of the user after a view of the progress."""
 
     view: Observer
-    on_step: Callback | None = None
-    on_evaluation: Callback | None = None
-    on_checkpoint: Callback | None = None
+    on_step: Callables | None = None
+    on_evaluation: Callables | None = None
+    on_checkpoint: Callables | None = None
     is_stopped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            callback = getattr(self, name)
-            if callback is None:
-                continue
-            is_class = issubclass(type(callback), type)  # isinstance would ask the object itself
-            if is_class or not callable(callback):
-                what = type(callback).__name__
-                if is_class:
-                    what = f"the class {callback.__name__}"
-                raise UsageError(f"{name}: {what} is no function. Give one of an event: def {name}(event)")
-            with reading(name):
-                if not registry.takes_one(callback):
-                    raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
+            for callback in callbacks_of(getattr(self, name)):
+                _check_callback(name, callback)
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         self.view(event, info)
@@ -100,13 +117,15 @@ class Callbacks:
             metrics = {}
         else:
             return
-        if callback is None:
+        called = callbacks_of(callback)
+        if not called:
             return
         happened = Event(int(info["step"]), dict(metrics), info.get("name"))
         if "path" in info:
             happened.path = Path(info["path"])
             happened.is_best = bool(info.get("best"))
-        callback(happened)
+        for one in called:
+            one(happened)
         self.is_stopped = self.is_stopped or happened.is_stopped
 
     def should_stop(self) -> bool:
@@ -126,9 +145,9 @@ def train(
     resume: bool = False,
     accept_changes: bool = False,
     progress: bool = True,
-    on_step: Callback | None = None,
-    on_evaluation: Callback | None = None,
-    on_checkpoint: Callback | None = None,
+    on_step: Callables | None = None,
+    on_evaluation: Callables | None = None,
+    on_checkpoint: Callables | None = None,
     **keys: object,
 ) -> Run:
     """Train by a recipe, as ``posttrain train`` does, and return the run; curves and report are written.
@@ -144,8 +163,8 @@ def train(
         resume: continue the run from its newest checkpoint; all other arguments are the same as when it began.
         accept_changes: continue although recipe or records are others than those of the checkpoint.
         progress: show the progress; without it, nothing but notes.
-        on_step: called with an ``Event`` after each step; its ``stop()`` ends the run. So are ``on_evaluation`` and
-            ``on_checkpoint`` after these.
+        on_step: a function, or a list of them, called with an ``Event`` after each step; its ``stop()`` ends the run.
+            So are ``on_evaluation`` and ``on_checkpoint`` after these.
         keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
             ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``. A
             ``LoraConfig`` (``peft_config=``) and training arguments of TRL (``args=``) are read as keys.

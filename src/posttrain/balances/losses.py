@@ -317,6 +317,13 @@ def _dpo(x: LossInputs, o: OptionValues) -> Tensor:
     return (1.0 - flipped) * softplus(-logit) + flipped * softplus(logit)
 
 
+def _transport(x: LossInputs, o: OptionValues) -> Tensor:
+    chosen, rejected = _ratios(x, o)
+    logit = o.get("beta", 0.1) * (chosen - rejected + x.required("transport_shift")[0::2])
+    flipped = o.get("label_smoothing", 0.0)
+    return (1.0 - flipped) * softplus(-logit) + flipped * softplus(logit)
+
+
 def _unbiased_dpo(x: LossInputs, o: OptionValues) -> Tensor:
     logit, flipped = _logit(x, o), o.get("flip_rate", 0.1)
     return ((1.0 - flipped) * softplus(-logit) - flipped * softplus(logit)) / (1.0 - 2.0 * flipped)
@@ -452,6 +459,7 @@ def _bradley_terry(x: LossInputs, o: OptionValues) -> Tensor:
 
 _UNITS: dict[str, Callable[[LossInputs, OptionValues], Tensor]] = {
     "dpo": _dpo,
+    "aot": _transport,
     "robust_dpo": _unbiased_dpo,
     "ipo": _identity,
     "hinge": _hinge,

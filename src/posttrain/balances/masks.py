@@ -54,7 +54,12 @@ def read_masks(record: StepRecord) -> Iterator[Reading]:
     chosen = _CHOICES.get(record.facts.objective.name)
     if chosen is not None:
         wrong = chosen(tokens, mask, record.facts.objective)
-        yield tally("mask", wrong, "tokens chosen by their covariance", f"{wrong} that are not as they should be")
+        yield tally(
+            "mask",
+            wrong,
+            "tokens or pairs chosen by their place in the batch",
+            f"{wrong} that are not as they should be",
+        )
 
 
 def trained_of(tokens: TokenRecord) -> Tensor:
@@ -125,7 +130,27 @@ def _strongest(tokens: TokenRecord, mask: Tensor, objective: Formula) -> int:
     return wrong
 
 
-_CHOICES: dict[str, Callable[[TokenRecord, Tensor, Formula], int]] = {"clip_cov": _drawn, "kl_cov": _strongest}
+def _matched(tokens: TokenRecord, mask: Tensor, objective: Formula) -> int:
+    """Pairs whose margin of the reference is not of the rank of the policy's; equal margins may change places."""
+    margins = []
+    for name in ("policy_logprobs", "ref_logprobs"):
+        rows = torch.where(mask, tokens.fields[name].double(), 0.0).sum(dim=1)
+        margins.append(rows[0::2] - rows[1::2])
+    policy, reference = margins
+    matched = reference - tokens.fields["transport_shift"][0::2].double()
+    size = float(reference.abs().amax().clamp(min=1.0))
+    order = policy.argsort()
+    falls = matched[order].diff() < -1e-5 * size
+    apart = policy[order].diff() > EDGE * size
+    others = (matched.sort().values - reference.sort().values).abs() > 1e-5 * size
+    return int((falls & apart).sum()) + int(others.sum())
+
+
+_CHOICES: dict[str, Callable[[TokenRecord, Tensor, Formula], int]] = {
+    "clip_cov": _drawn,
+    "kl_cov": _strongest,
+    "aot": _matched,
+}
 
 
 def formulas_of_masks() -> frozenset[str]:

@@ -20,7 +20,7 @@ from posttrain.balances.record import Fields, RowSums, StepRecord, TokenRecord
 from posttrain.balances.weights import expected_correction, expected_weights
 
 # Read labels, a baseline, a teacher or single tokens, which a file has not.
-NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft", "clip_cov", "kl_cov")
+NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft", "clip_cov", "kl_cov", "aot")
 ROUNDING = 8 * 2.0**-24  # of a sum of numbers in fp32, next to the sum of their sizes
 CORRECTION_LIMIT = 1e-5  # factors are fp32
 

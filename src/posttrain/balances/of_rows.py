@@ -281,7 +281,12 @@ def _against_reference(record: StepRecord, rows: RowSums, count: float) -> Itera
         return
     kl = float(rows.kl_reference[rows.computed].sum()) / count
     limit = record.facts.trainer_limit
-    if record.step == 1:
+    moving = record.facts.reference
+    if moving is not None and moving.last_move(record.step):
+        if moving.mixing == 1 and moving.last_move(record.step) == record.step - 1:
+            expected = f"a KL to the reference of at most {limit:.1e}, as the reference has just become the policy"
+            yield Reading("reference", _finite(abs(kl)), limit, expected, f"{kl:.2e}")
+    elif record.step == 1:
         expected = f"a KL to the reference of at most {limit:.1e} before the first update"
         yield Reading("reference", _finite(abs(kl)), limit, expected, f"{kl:.2e}")
     elif record.before.moved > MOVED:

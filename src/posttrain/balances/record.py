@@ -47,6 +47,18 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceFacts:
+    """A reference that moves after every so many updates, by a share ``mixing`` towards the policy."""
+
+    every: int
+    mixing: float
+
+    def last_move(self, step: int) -> int:
+        """Return the update before ``step`` after which it moved last; 0 if it did not yet."""
+        return (step - 1) // self.every * self.every
+
+
+@dataclass(frozen=True, slots=True)
 class PenaltyFacts:
     """A KL penalty in the reward, as ``kl_in_reward`` of a recipe."""
 
@@ -116,6 +128,7 @@ class UpdateFacts:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    reference: ReferenceFacts | None = None
     sampling: SamplingFacts | None = None
     optimizer: OptimizerFacts | None = None
     sampler_limit: float = 1e-8

@@ -388,7 +388,12 @@ RUNS = {
     ),
     "export": CommandOptions(
         _NAME,
-        option("--to", type=new_place, metavar="PLACE", required=True, help="a new folder"),
+        option("--to", type=new_place, metavar="PLACE", help="a new folder"),
+        option("--push", metavar="REPOSITORY", help="upload it to the Hugging Face hub, such as me/my-model"),
+        option("--public", action="store_true", help="with --push: a new repository is public (default: private)"),
+        option(
+            "--gguf", metavar="TYPE", help="also as a GGUF file, by llama.cpp's converter: f32, f16, bf16 or q8_0"
+        ),
         option("--weights", choices=("best", "last", "ema", "none"), help="default: best, else last"),
         option("--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"),
     ),

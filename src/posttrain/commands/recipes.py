@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
+from posttrain.recipes.json_schema import recipe_schema
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.file import shipped_sweeps, training_recipe_names
 from posttrain.terminal.console import Text, open_console, plain_table, print_json, print_rows
@@ -36,6 +37,11 @@ COLUMNS = ("recipe", "task", "model", "size", "hardware", "what it does")
 
 def run_recipes(arguments: argparse.Namespace) -> int:
     """List the shipped recipes, or print one as it is written."""
+    if arguments.action == "schema":
+        if arguments.name is not None:
+            raise UsageError(f"recipes schema: {arguments.name!r} is too many; the schema is of every recipe")
+        print(json.dumps(recipe_schema(), indent=2))
+        return 0
     if arguments.action == "show":
         if arguments.name is None:
             raise UsageError(f"give the recipe's name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")

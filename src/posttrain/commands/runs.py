@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 
 from posttrain.commands import options
+from posttrain.commands.sharing.export import run_export
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
-from posttrain.runs.export import export_run
 from posttrain.runs.listing import (
     ABSENT,
     Link,
@@ -31,7 +31,7 @@ from posttrain.runs.listing import (
     summarize_run,
     summarize_sweep,
 )
-from posttrain.runs.paths import NamedFolder, every_run_name, fits, locate, locate_all, runs_of, started_sweeps
+from posttrain.runs.paths import NamedFolder, every_run_name, fits, locate_all, locate_run, runs_of, started_sweeps
 from posttrain.runs.removal import (
     check_steps,
     check_unused,
@@ -355,19 +355,6 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     return lines
 
 
-def locate_run(root: str, name: str) -> NamedFolder:
-    """Return a run; a sweep is refused.
-
-    Raises:
-        UsageError: no such run.
-    """
-    place = locate(root, name)
-    if place.is_sweep:
-        runs = ", ".join(run.name for run in runs_of(root, place)[:NUM_NAMED])
-        raise UsageError(f"{name} is a sweep; name one of its runs: {runs}")
-    return place
-
-
 def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> bool:
     """Ask before a deletion if ``--yes`` is not given; print that nothing was changed where the answer is no.
 
@@ -488,21 +475,6 @@ def _describe_place(root: str, place: NamedFolder) -> str:
     if run.result:
         about = f"{about}, {run.result}"
     return about
-
-
-def run_export(arguments: argparse.Namespace) -> int:
-    """Copy a run to a place outside."""
-    root = arguments.runs_dir
-    console = open_console()
-    place = locate_run(root, arguments.name)
-    done = export_run(root, place.path, arguments.to, weights=arguments.weights, merge=arguments.merge)
-    what = "no weights"
-    if done.step is not None:
-        what = f"the weights after step {done.step}"
-    say(console, f"{done.target}: {what}, {done.num_files} files, {show_bytes(done.num_bytes)}")
-    for notice in done.warnings:
-        say(console, f"note: {notice}", "yellow")
-    return 0
 
 
 def run_resume(arguments: argparse.Namespace) -> int:

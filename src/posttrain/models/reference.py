@@ -1,11 +1,12 @@
-"""The reference: the model when training began, without a second copy where possible."""
+"""The reference: the model when training began, without a second copy where possible; or one that moves with it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 from posttrain.models.forward.forward import Forward
 from posttrain.models.lora import has_adapter
+from posttrain.models.trained_heads import copy_tensors
 from posttrain.process_group import own_part, whole
 from posttrain.types import with_float64
 
@@ -45,6 +47,27 @@ class Reference:
             part(self._frozen)
         elif self._initial:
             self._keep()
+
+    @torch.no_grad()
+    def move(self, mixing: float) -> None:
+        """``ref ← α π + (1 − α) ref`` for every weight, with α = ``mixing``."""
+        assert self._frozen is not None, "a reference that moves has weights of its own"
+        live = dict(self._live.model.named_parameters())
+        for name, own in self._frozen.model.named_parameters():
+            own.mul_(1.0 - mixing).add_(live[name], alpha=mixing)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its weights by name, for a checkpoint."""
+        assert self._frozen is not None, "a reference that moves has weights of its own"
+        return {name: own.detach() for name, own in self._frozen.model.named_parameters()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what ``tensors`` gave.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        copy_tensors(tensors, self.tensors(), Path("reference.safetensors"))
 
     @torch.no_grad()
     def fingerprint(self) -> str:

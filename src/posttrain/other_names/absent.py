@@ -48,16 +48,15 @@ OPTIONS = {
     "one temperature for the whole run: rollout.temperature": (
         "temperature_schedule start_temperature end_temperature temperature_decay temperature_scheduler"
     ),
-    "a run has train.steps, and eval.best names the checkpoint to keep; in Python on_evaluation= can stop a run": (
-        "early_stopping_patience early_stopping early_stopping_threshold earlystoppingcallback "
-        "loss_watchdog_patience loss_watchdog_threshold early_stop patience min_delta max_kl "
-        "early_stopping_min_delta early_stopping_callback kl_threshold"
+    "eval.patience ends a run by its primary metric; in Python on_step= and on_evaluation= stop it by any number": (
+        "early_stopping_threshold "
+        "loss_watchdog_patience loss_watchdog_threshold min_delta max_kl "
+        "early_stopping_min_delta kl_threshold"
     ),
-    "the reference is the start model and does not move; a run may go on from another run: model.name RUN": (
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_policy_update_freq tr_dpo trdpo "
+    "the reference is the start model, maybe moving (reference.every); a run may go on from another: model.name RUN": (
         "ref_model_name_or_path ref.model_name_or_path ref_model_revision ref_model_path "
         "ref_adapters ref_adapter_name ref_model_adapters ref_model_quantization_bit ref_model_type "
-        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model ref_update_interval"
+        "model_adapter_name ref_model_init_kwargs force_use_ref_model ref.model"
     ),
     "train.ema_decay averages after every update, with one decay": "bema bemacallback swa",
     "a teacher is a model in this process, teacher.name": (
@@ -188,11 +187,11 @@ OPTIONS = {
         "use_flash_ckpt enable_async_checkpointing async_checkpointing save_async ephemeral_save_interval "
         "create_checkpoint_symlink max_ckpt_mem use_fault_tolerance async_mode fault_tolerance"
     ),
-    "metrics are in metrics.jsonl, which any monitor may read; track: wandb or tensorboard shows them": (
-        "heartbeat metrics_server use_otel_metrics prometheus prime_monitor use_mlflow use_comet use_trackio "
-        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online trackio_run_name mlflow_tracking_uri "
-        "mlflow_experiment_name trackio_space_id comet_project_name use_swanlab swanlab_project comet_api_key "
-        "comet_workspace wandb_watch wandb_log_model trackio_project_name mlflow_run_name trackio_bucket_id "
+    "metrics are in metrics.jsonl, which any monitor may read; `explain tracker` lists what shows them": (
+        "heartbeat metrics_server use_otel_metrics prometheus prime_monitor use_comet "
+        "hf_mlflow_log_artifacts wandb_run_id comet_mode comet_online "
+        "comet_project_name comet_api_key "
+        "comet_workspace wandb_watch wandb_log_model trackio_bucket_id "
         "send_slack_alerts enable_queue_dashboard queue_dashboard_port monitor_gpus gpu_monitoring"
     ),
     "times of each step are in metrics.jsonl; a profiler of yours can run the command": (
@@ -295,7 +294,7 @@ METHODS = {
         "your own as objective: module:function"
     ): (
         "xpo bcotrainer bcoconfig ntpo dpop tdpo wpo betadpo beta_dpo rdpo r_dpo cal_dpo step_dpo "
-        "aot aot_pair aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
+        "aot_unpaired sigmoid_norm squarechi kto_pair alphapo alpha_po spin nash_md "
         "nashmd rrhf pro slic_hf cringe chipo chi_po mallows_dpo smaug tpo sft_dpo d2po odpo "
         "dpo_shift focal_po lusdpo kto_zero bpo minor_dpo senpo spo drdpo dr_dpo wdpo ppo_dpo eto mdpo vdpo copo "
         "sdpo_stepwise ropo gpo_preference hdpo iw_dpo dpo_norm_wpo pref_bco_weight prompt_sample_size "
@@ -322,16 +321,16 @@ METHODS = {
         "muon.nesterov adam_mini adam_beta3 adam_epsilon2 dion_lr dion_momentum dion_rank_fraction optim.momentum "
         "qgalore q_galore dpo_use_paged_optimizer use_adam_mini dion_rank_multiple_of grokfast"
     ),
-    "track: wandb or tensorboard; metrics.jsonl has every number for others": (
-        "mlflow trackio clearml swanlab comet comet_ml neptune aim dvclive codecarbon azure_ml flyte dagshub "
-        "vemlp_wandb rerun mlflow_tracking polyaxon sacred aimstack trackio_static_space_id weave swanlab_mode"
+    "track: trackio, wandb, mlflow, swanlab or tensorboard; metrics.jsonl has every number for others": (
+        "clearml comet comet_ml neptune aim dvclive codecarbon azure_ml flyte dagshub "
+        "vemlp_wandb rerun polyaxon sacred aimstack trackio_static_space_id weave "
     ),
     "rollout.engine: native (in this process) or vllm": (
         "sglang tgi llamacpp llama.cpp lmdeploy ollama hf tensorrt_llm trtllm tensorrt mlx exllama exllamav2 "
         "transformers_engine mii deepspeed_mii hf_generate text_generation_inference engine_kwargs.sglang "
         "engine_kwargs.trtllm slime_engine"
     ),
-    "`posttrain runs export` writes safetensors, which converters to other formats read": "gguf onnx safetensors_gguf",
+    "`posttrain runs export` writes safetensors, which converters to other formats read": "onnx",
     "task: jsonl takes its rows from a file or the hub (hf:NAME), and names their grader": (
         "gpqa ifeval_bench mmlu_pro livecodebench bigcodebench arc arc_challenge arc_easy hellaswag truthfulqa "
         "winogrande aime26 aime2026 aime humaneval_plus humaneval+ mbpp_plus mbpp+ gsm8k_platinum gpqa_diamond "

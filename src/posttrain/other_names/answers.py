@@ -52,6 +52,10 @@ SAID = {
     "train.save_every, a number of steps; 0 saves at the end only": (
         "save_strategy checkpointing_steps saves_per_epoch save_every_epoch save_first_step save_every_n_epochs"
     ),
+    "eval.patience, a number of evaluations without a better primary metric": (
+        "early_stopping early_stop earlystoppingcallback early_stopping_callback early_stopping_patience "
+        "early_stop_patience patience"
+    ),
     "eval.every, a number of steps; 0 never evaluates": (
         "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start_and_end steps_before_validation"
     ),
@@ -294,6 +298,7 @@ SAID = {
         "clip_cov_ratio clip_cov_lb clip_cov_ub"
     ),
     "objective: {name: kl_cov, share: 0.0002, penalty: 1.0}": "kl_cov_ratio ppo_kl_coef",
+    "reference: {every: 512, mixing: 0.6}, which moves the reference towards the policy": "sync_ref_model tr_dpo trdpo",
     "advantage: gdpo, which normalizes each reward by itself; the other advantages are of the weighted sum": (
         "multi_objective_aggregation sum_then_normalize gdpo_reward_keys"
     ),
@@ -330,7 +335,7 @@ SAID = {
     "rollout.old_logprobs: sampler": "use_vllm_logprobs bypass_mode calculate_log_probs use_rollout_log_probs",
     (
         "the model that the run starts from: regularize.kl_coef and objectives such as dpo compare with it, and "
-        "it stays fixed"
+        "it stays fixed unless there is a section reference"
     ): "ref_model reference_model reference_policy ref_policy frozen_reference ref_load",
     "regularize.kl_coef above 0": "use_kl_loss load_ref_policy algo.kl.use_loss",
     "regularize.kl_coef, a penalty in the loss; kl_in_reward.weight is one in the reward": (
@@ -394,7 +399,7 @@ SAID = {
         "trust_remote_code_revision revision_of_model"
     ),
     "the option --trust-remote-code of a command": "trust_remote_code confirm_run_unsafe_code",
-    "track: wandb or tensorboard; [] for none": (
+    "track: trackio, wandb, mlflow, swanlab or tensorboard; [] for none": (
         "report_to logger loggers log_with with_tracking tracker trackers logging_backend metric_logger"
     ),
     "track: {name: wandb, project: NAME}, with entity, group and mode": (
@@ -402,6 +407,12 @@ SAID = {
         "wandb.offline wandb.org wandb.group wandb_group wandb_run_group project wandb_tags wandb_dir "
         "wandb_job_type wandb_enabled"
     ),
+    "track: {name: trackio, project: NAME}": "use_trackio trackio_project_name trackio_project",
+    "track: {name: trackio, space: NAME}, which shares it on the hub": "trackio_space_id",
+    "track: {name: mlflow, uri: URI, experiment: NAME}": (
+        "use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_tracking mlflow_run_name"
+    ),
+    "track: {name: swanlab, project: NAME, mode: offline}": "use_swanlab swanlab_project swanlab_mode",
     "track: tensorboard": "use_tensorboard tensorboard_dir tensorboard_enabled enable_tensorboard",
     "--run; in Python run=": "run_name experiment_name wandb_name exp_name wandb_run_name wandb.name job_name",
     "--runs-dir; in Python runs_dir=": (
@@ -418,12 +429,12 @@ SAID = {
         "disable_tqdm quiet silent verbose progress_bar verbosity disable_color_printing"
     ),
     "model; in Python a loaded (model, tokenizer)": "processing_class tokenizer.name",
-    "in Python on_step=, on_evaluation= or on_checkpoint=, each one function of an event, which can stop the run": (
+    "in Python on_step=, on_evaluation=, on_checkpoint=: a function of an event, or a list; each can stop a run": (
         "callbacks callback trainercallback add_callback"
     ),
     "`posttrain evaluate`, which trains nothing": "val_only eval_only",
     "`posttrain quantize MODEL --bits 4`": "quantization_method gptq awq hqq ptq quant_method",
-    "`posttrain runs export NAME --to FOLDER`, and the hub's own upload": (
+    "`posttrain runs export NAME --push REPOSITORY` (private without --public); in Python push_to_hub of a run": (
         "hub_model_id push_to_hub hub_strategy save_method hub_token hub_private_repo hub_always_push "
         "hub_revision hf_entity hf_repo_id hf_repo_revision hf_repo_url save_to_hub push_to_hub_merged "
         "log_completions_hub_repo hub_repo_id export_path hf_hub_repo_id export_hub_model_id eval.save_to_hf "
@@ -432,6 +443,7 @@ SAID = {
     "`posttrain runs export NAME --to FOLDER --merge`": (
         "merge_lora merge_and_unload save_pretrained_merged merge_adapter save_merged_model"
     ),
+    "`posttrain runs export NAME --to FOLDER --gguf q8_0`": "gguf safetensors_gguf save_pretrained_gguf gguf_export",
     "`posttrain data show TASK --model NAME`, which counts tokens": "preprocess preprocess_only cache_dataset_only",
     "the recipe, the first word after `posttrain train`": "config_path config_file recipe_path config",
     "eval.tasks: [{name: gsm8k, split: test}]": (

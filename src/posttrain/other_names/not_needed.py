@@ -25,7 +25,7 @@ NOT_NEEDED = {
         "add_eos_token add_bos_token eos bos spaces_between_special_tokens forced_bos_token_id "
         "forced_eos_token_id"
     ),
-    "reference log-probabilities are computed once where the data are fixed": (
+    "reference log-probabilities are computed once where data and reference are fixed (without a section reference)": (
         "precompute_ref_log_probs dataset_skip_cache cache_logprobs_only reference_logprobs_cache_path"
     ),
     "rows are read once, before the first step": (

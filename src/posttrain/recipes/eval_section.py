@@ -34,6 +34,8 @@ class EvalSection(Section):
             initial model. Defaults to 64 if a reward model scores completions, otherwise 0.
         best: metric for ranking runs and selecting ``checkpoints/best``. Defaults to accuracy, or to another available
             metric without gold answers.
+        patience: stop training after this many consecutive evaluations without a better primary metric. By default,
+            train until the last step.
         loss: also compute loss on held-out demonstrations. Enabled by default for demonstrations without gold answers.
         engine: sampling engine. Defaults to the rollout engine, or to native in supervised runs.
     """
@@ -54,6 +56,7 @@ class EvalSection(Section):
     stop: Annotated[StopTexts, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
+    patience: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=1)
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
     engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
 
@@ -66,6 +69,8 @@ class EvalSection(Section):
                 raise ValueError(
                     f"greedy decoding always gives the same answer; set 'temperature' above 0 to use {key!r}"
                 )
+        if self.patience is not None and self.every == 0:
+            raise ValueError("'patience' needs evaluations; set 'every' to a number of steps")
         if self.items == "first" and self.items_seed:
             raise ValueError("'items_seed' has no effect with 'items: first'; remove one key")
         return self

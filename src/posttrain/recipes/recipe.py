@@ -18,17 +18,16 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
     TURN_DEFAULTS,
     Component,
     ComponentList,
     DataSection,
-    KLInRewardSection,
     MaskComponent,
     ModelSection,
     PromptSection,
-    RegularizeSection,
     RewardComponent,
     RolloutSection,
     ScaleSection,
@@ -91,6 +90,7 @@ class Recipe(Content):
         masks: tokens to exclude from the policy loss, chosen over each optimizer batch.
         objective: loss function.
         regularize: KL and entropy loss terms.
+        reference: moving reference updates. Without this section, the reference stays at the initial model.
         head: value or reward head.
         teacher: distillation teacher.
         aggregate: averaging over tokens or pairs.
@@ -118,6 +118,7 @@ class Recipe(Content):
     masks: Annotated[list[MaskComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     objective: Component
     regularize: RegularizeSection | None = None
+    reference: ReferenceSection | None = None
     head: HeadSection | None = None
     teacher: TeacherSection | None = None
     aggregate: Component | None = None
@@ -148,6 +149,11 @@ class Recipe(Content):
                 yield getattr(self, key) not in (None, []), key, alone
         whole = ": fp64 weights need fp32 precision here; set it to fp32, or use model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
+        if self.reference is not None:
+            base = ": adapters use their fixed base as reference; remove 'reference' or 'model.adapter'"
+            yield self.model.adapter, "reference", base
+            whole = ": moving references are not supported with sharded weights; use scale.sharding none, or remove it"
+            yield self.scale.sharding != "none", "reference", whole
         if self.data is not None:
             yield from self._supervised_rules()
         if self.rollout is not None:

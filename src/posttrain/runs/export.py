@@ -25,6 +25,7 @@ from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.other_names import short_dtype
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.gguf_export import check_gguf, find_converter, write_gguf
 from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (
     MANIFEST,
@@ -45,7 +46,14 @@ WeightsKind = Literal["best", "last", "ema", "none"]
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
 # Files of a checkpoint that only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
-_TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "averages.safetensors", "state.json", MANIFEST)
+_TRAINING_ONLY = (
+    "optimizer.safetensors",
+    "rollout_buffer.safetensors",
+    "reference.safetensors",
+    "averages.safetensors",
+    "state.json",
+    MANIFEST,
+)
 _SCORER = (
     "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
@@ -65,7 +73,13 @@ class Export:
 
 @phase("exporting")
 def export_run(
-    root: str | Path, folder: str | Path, target: str | Path, *, weights: WeightsKind | None = None, merge: bool = False
+    root: str | Path,
+    folder: str | Path,
+    target: str | Path,
+    *,
+    weights: WeightsKind | None = None,
+    merge: bool = False,
+    gguf: str | None = None,
 ) -> Export:
     """Copy model, recipe and results of the run in ``folder`` to a new folder.
 
@@ -74,9 +88,10 @@ def export_run(
         weights: which checkpoint; by default the best, or the newest where none is marked. ``ema``: the averaged
             weights (``train.ema_decay``) of the newest.
         merge: add a LoRA adapter to its base, so that the model stands alone.
+        gguf: the type of the weights in a GGUF file that llama.cpp's converter writes as well (``GGUFType``).
 
     Raises:
-        UsageError: the target exists or lies in the runs folder, or there is no such checkpoint.
+        UsageError: the target exists or lies in the runs folder, there is no such checkpoint, or no converter.
         CheckpointError: the checkpoint does not verify.
         StorageError: the disk is full or not writable; the target is not there.
     """
@@ -84,6 +99,9 @@ def export_run(
     goal = Path(target)
     _check_target(Path(root), goal)
     step = _choose_step(run, weights)
+    converter: list[str] = []
+    if gguf is not None:
+        converter = _choose_converter(goal, gguf, step)
     content = aside_of(goal)
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +115,8 @@ def export_run(
                 else:
                     warnings = _copy_weights(run, step, content, merge)
                 warnings += _serve_older_readers(content)
+            if gguf is not None:
+                warnings += write_gguf(converter, content, run.name, gguf)
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
@@ -107,6 +127,13 @@ def export_run(
         finally:
             remove_tree(content)
     return Export(goal, step, len(sizes), sum(sizes), tuple(warnings))
+
+
+def _choose_converter(goal: Path, gguf: str, step: int | None) -> list[str]:
+    check_gguf(gguf)
+    if step is None:
+        raise UsageError("--gguf: --weights none exports no weights; leave one of them out")
+    return find_converter(goal, gguf)
 
 
 def _check_target(root: Path, goal: Path) -> None:

@@ -27,6 +27,7 @@ TRIALS = "cells"
 START = "start"
 PLAN = "sweep.yaml"  # makes a folder a sweep
 _PATTERN = "*?["
+_NUM_NAMED = 8  # runs in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +175,16 @@ def runs_of(root: str | Path, place: NamedFolder) -> list[NamedFolder]:
     if place.is_sweep:
         return [locate(root, name) for name in trial_names(root, place.name)]
     return [place]
+
+
+def locate_run(root: str, name: str) -> NamedFolder:
+    """Return a run; a sweep is refused.
+
+    Raises:
+        UsageError: no such run.
+    """
+    place = locate(root, name)
+    if place.is_sweep:
+        runs = ", ".join(run.name for run in runs_of(root, place)[:_NUM_NAMED])
+        raise UsageError(f"{name} is a sweep; name one of its runs: {runs}")
+    return place

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
 from posttrain.errors import RunFailure, UsageError
-from posttrain.recipes.sections import KLInRewardSection
+from posttrain.recipes.reference_sections import KLInRewardSection
 from posttrain.types import Batch, Rollout
 
 if TYPE_CHECKING:

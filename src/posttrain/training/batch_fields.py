@@ -25,7 +25,6 @@ from posttrain.models.forward.actor_critic import ActorCritic, state_values
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
-from posttrain.randomness import derive_key, uniforms
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
@@ -240,45 +239,6 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
-@register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
-def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
-    """``[B, T]`` log-probabilities under pre-update weights, plus ``policy_entropy`` at each token."""
-    logprobs, entropies = policy.entropies(batch)
-    return {"policy_logprobs": logprobs, "policy_entropy": entropies}
-
-
-@register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
-def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
-    """``[B, T]`` indicator for tokens drawn by ``clip_cov`` from unclipped tokens.
-
-    The draw depends only on (seed, step, row).
-    """
-    from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
-
-    options = recipe.objective.options
-    mask = batch.trained_mask
-    advantages = batch.field("advantages")
-    ratio = log_ratio(batch.field("policy_logprobs"), batch.field("old_logprobs"), mask).exp()
-    falls = (ratio < 1.0 - options["clip_low"]) & (advantages < 0)
-    rises = (ratio > 1.0 + options["clip_high"]) & (advantages > 0)
-    keys = [derive_key(recipe.train.seed, "clip_cov", step, row) for row in range(batch.num_rows)]
-    draws = torch.from_numpy(uniforms(keys, batch.mask.shape[1]))
-    covariance = token_covariance(batch.field("policy_logprobs"), advantages, mask)
-    number = number_of(options["share"], mask)
-    chosen = draw_in_range(covariance, mask & ~falls & ~rises, draws, number, options["cov_low"], options["cov_high"])
-    return chosen.float()
-
-
-@register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
-def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
-    """``[B, T]`` indicator for tokens with the largest covariance, penalized by ``kl_cov``."""
-    from posttrain.algorithms.masks import largest, number_of, token_covariance
-
-    mask = batch.trained_mask
-    covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
-    return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
-
-
 def describe_one_prompt(batch: Batch, step: int) -> str:
     """Warn if all prompts are identical and the KL baseline is therefore 0; empty otherwise."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
@@ -465,7 +425,10 @@ class BatchFields:
     def __post_init__(self) -> None:
         late: set[str] = set()
         for entry in fillers(self.needs, "the recipe"):
-            waits = entry.traits.get("each_step") or late.intersection(_needs(entry))
+            moves = entry.traits.get("fixed") and self.recipe.reference is not None
+            waits = entry.traits.get("each_step") or late.intersection(_needs(entry)) or moves
+            if moves and self.recipe.kl_in_reward is not None:
+                self._once.append(entry)  # advantages use the reference at sampling time
             if waits and "seen" in entry.provided:
                 raise RecipeError(
                     f"batch field {entry.name!r} runs before each step, but teacher prompts are known only once per "
@@ -479,7 +442,9 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """Fields that datasets compute once."""
+        """Fields that datasets compute once; empty for a moving reference."""
+        if self.recipe.reference is not None:
+            return []
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None, *, every_row: bool = True) -> Batch:

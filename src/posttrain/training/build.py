@@ -55,6 +55,7 @@ from posttrain.types import Model, Tokenizer
 if TYPE_CHECKING:  # import only modules needed by the recipe
     from posttrain.evaluation.generation import Evaluation
     from posttrain.models.reference import Reference
+    from posttrain.recipes.reference_sections import ReferenceSection
     from posttrain.sampling.episodes import Stage
     from posttrain.training.distributed import Shards
     from posttrain.training.held_out import Evaluator, HeldOut
@@ -82,7 +83,8 @@ class TrainerState:
     origins: dict[str, Any]  # model origins, stored in checkpoints
     facts: UpdateFacts  # expected update properties
     shards: Shards | None = None  # sharded trained weights; ``model`` and ``heads`` are unsharded
-    reference: Reference | None = None  # initial model, if needed
+    reference: Reference | None = None  # reference model, if needed
+    moving: ReferenceSection | None = None  # moving reference settings
     evaluator: Evaluator | None = None
     averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # weight averages by use
     warnings: Sequence[str] = ()  # differences between the recipe and built components
@@ -92,6 +94,17 @@ class TrainerState:
         """Rollout and evaluation engines, without duplicates."""
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def move_reference(self, step: int) -> None:
+        """Move the reference after update ``step``, if due."""
+        if self.moving is not None and self.reference is not None and step % self.moving.every == 0:
+            self.reference.move(self.moving.mixing)
+
+    def reference_tensors(self) -> dict[str, Tensor] | None:
+        """Collect moving reference weights for a checkpoint."""
+        if self.moving is None or self.reference is None:
+            return None
+        return self.reference.tensors()
 
     def take_warnings(self) -> list[str]:
         """Collect pending notices from engines and source."""
@@ -240,6 +253,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         origins=origins_of(models.loaded.source, recipe.teacher, recipe.rewards),
         shards=models.shards,
         reference=models.reference,
+        moving=recipe.reference,
         evaluator=evaluator,
         averages=_averages_of(fields.teacher, recipe.train.ema_decay, models.policy, parameters),
         warnings=warnings,
@@ -297,7 +311,7 @@ def _build_evaluator(
         method=method,
         sampler=sampler,
         policy=models.policy,
-        start=models.reference,
+        start=models.start,
         shape=components.shape,
     )
 

@@ -2,10 +2,11 @@
 
 ``checkpoints/step-000100/`` contains the model in Hugging Face layout (peft layout for adapters), the tokenizer,
 ``optimizer.safetensors``, ``rollout_buffer.safetensors`` (rollouts needed by later steps), ``heads.safetensors``
-(heads and critics), ``averages.safetensors`` (weight averages), ``state.json``, and ``manifest.json`` with SHA-256
-hashes for every file. Optional files are omitted if empty. Checkpoints are written to ``.tmp-*``, synced and renamed,
-so a final folder name implies completeness; loading verifies the manifest. With ``scale.checkpoint: sharded``, each
-process writes optimizer shards to ``optimizer`` (torch.distributed.checkpoint, safetensors). Pickle is never used.
+(heads and critics), ``averages.safetensors`` (weight averages), ``reference.safetensors`` (moving reference),
+``state.json``, and ``manifest.json`` with SHA-256 hashes for every file. Optional files are omitted if empty.
+Checkpoints are written to ``.tmp-*``, synced and renamed, so a final folder name implies completeness; loading
+verifies the manifest. With ``scale.checkpoint: sharded``, each process writes optimizer shards to ``optimizer``
+(torch.distributed.checkpoint, safetensors). Pickle is never used.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from posttrain.untrusted import first_fault
 class Checkpoint:
     """Verified checkpoint without model weights, which ``restore_model(model, path)`` loads.
 
-    ``optimizer``, ``rollout_buffer``, ``heads`` and ``averages`` are CPU tensors by name. ``skipped`` explains why
-    newer checkpoints failed verification, newest first.
+    ``optimizer``, ``rollout_buffer``, ``heads``, ``averages`` and ``reference`` are CPU tensors by name. ``skipped``
+    explains why newer checkpoints failed verification, newest first.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     heads: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     averages: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -84,6 +86,7 @@ def save_checkpoint(
     state: Mapping[str, object],
     rollout_buffer: Mapping[str, Tensor] | None = None,
     heads: Mapping[str, Tensor] | None = None,
+    reference: Mapping[str, Tensor] | None = None,
     score: tuple[Tensor, int] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     averages: Mapping[str, Tensor] | None = None,
@@ -101,7 +104,7 @@ def save_checkpoint(
         rollout_buffer: rollout tensors needed by later steps.
         score: reward head weight and scoring token id.
         weights: unsharded tensors for a sharded model (``names_to_write``). ends: token ids that end an answer.
-        averages: from ``average_tensors``.
+        averages: from ``average_tensors``. reference: moving reference weights.
         process_group: writing processes. Each writes its optimizer shards; the main process writes everything else.
 
     Raises:
@@ -125,7 +128,7 @@ def save_checkpoint(
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
             write_model(aside, model, score, None if weights is None else _storable(weights))
             _write_tokenizer(aside, tokenizer, ends)
-            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads or None, averages=averages or None)
+            _write_tensors(aside, rollout_buffer=rollout_buffer, heads=heads, averages=averages, reference=reference)
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
@@ -140,7 +143,7 @@ def save_checkpoint(
 def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
     """Write each non-empty mapping to a separate file."""
     for name, tensors in named.items():
-        if tensors is not None:
+        if tensors:
             save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
@@ -241,6 +244,7 @@ class KeptState(BaseModel, strict=True, extra="allow"):
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: dict[str, FiniteFloat] = {}
+    stale: NonNegativeInt = 0
     steps: NonNegativeInt | None = None
     teacher: str | None = None
     unevaluated: bool = False
@@ -263,7 +267,8 @@ def _read(skipped: list[str], path: Path, step: int) -> Checkpoint:
     buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
     heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
     averages = _tensors(path, AVERAGES) if AVERAGES in files else {}
-    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped), averages)
+    reference = _tensors(path, "reference.safetensors") if "reference.safetensors" in files else {}
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped), averages, reference)
 
 
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:

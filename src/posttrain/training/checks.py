@@ -93,7 +93,7 @@ class Components:
 
     @property
     def needs_start(self) -> bool:
-        """True if any component uses the initial model."""
+        """True if any component uses the initial model, or a moving reference that starts there."""
         teacher = self.recipe.teacher
         is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
         return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
@@ -224,6 +224,8 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
     yield recipe.head and head is None, "head", f": {objective} uses no scores or values; remove 'head'"
+    unread = f": {objective} uses no reference, and regularize.kl_coef is 0; remove 'reference'"
+    yield recipe.reference and "reference" not in w.parts, "reference", unread
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)

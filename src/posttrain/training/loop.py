@@ -58,6 +58,7 @@ from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.mismatch import CLAMPED, check_mismatch, describe_clamped, describe_narrow_clip
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.parts.averages import average_tensors, restore_averages
+from posttrain.training.parts.ranking import EvaluationRanking
 from posttrain.training.records.capture import Capture
 from posttrain.training.records.facts import of_steps
 from posttrain.training.records.stored_records import FACTS, write_facts
@@ -126,7 +127,7 @@ class Loop:
     steps: int
     process_group: ProcessGroup = SINGLE_PROCESS
     step: int = 0
-    best: dict[str, float] | None = None
+    ranking: EvaluationRanking = field(init=False)
     evaluations: dict[str, dict[str, float]] | None = None
     warned: set[str] = field(default_factory=set)  # of what this process has warned
     unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
@@ -135,6 +136,7 @@ class Loop:
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ranking = EvaluationRanking(self.plan.eval.patience)
         self.update_records = open_records(
             self.parts, self.rollouts, self.process_group, ends_run=self.plan.train.strict
         )
@@ -170,6 +172,8 @@ class Loop:
         restore_model(self.parts.model, checkpoint.path, fill)
         restore_heads(self.parts.heads, checkpoint.heads, fill)
         restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+        if self.parts.moving is not None and self.parts.reference is not None:
+            self.parts.reference.restore(checkpoint.reference)
         if self.parts.shards is not None:
             self.parts.shards.scatter()
         if self.parts.averages:
@@ -178,7 +182,7 @@ class Loop:
         self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
         self.step = checkpoint.step
         self.update_records.forget()
-        self.best = checkpoint.state.get("best")
+        self.ranking.best, self.ranking.stale = checkpoint.state.get("best"), checkpoint.state.get("stale", 0)
         self.evaluations = checkpoint.state.get("evaluations")
         self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
         self._compare_length(checkpoint.state.get("steps"))
@@ -252,7 +256,7 @@ class Loop:
             self.save()
         elif self.step == 0 and self.plan.eval.every:
             self.evaluate()
-        while self.step < self.steps and not self.process_group.agree(should_stop(), "being stopped"):
+        while not self._is_done() and not self.process_group.agree(should_stop(), "being stopped"):
             with phase(f"step {self.step + 1} of {self.steps}"):
                 self.update()
             if self.unevaluated:
@@ -262,7 +266,7 @@ class Loop:
                 saved = self.step
         if saved != self.step:
             self.save()
-        reason = "finished" if self.step >= self.steps else "interrupted"
+        reason = "finished" if self._is_done() else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
 
@@ -288,7 +292,10 @@ class Loop:
         return (every > 0 and self.step % every == 0) or self.step == self.steps
 
     def _is_best(self) -> bool:
-        return self.best is not None and self.best["step"] == self.step
+        return self.ranking.best is not None and self.ranking.best["step"] == self.step
+
+    def _is_done(self) -> bool:
+        return self.step >= self.steps or (not self.unevaluated and self.ranking.has_waited())
 
     def update(self) -> None:
         """Take one optimizer step and record it."""
@@ -301,6 +308,7 @@ class Loop:
         updating = time.perf_counter()
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
+        self.parts.move_reference(step)
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         device = self.parts.policy.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
@@ -396,7 +404,6 @@ class Loop:
         done = self.parts.evaluator(step)
         evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
-        value = None if primary is None or step == 0 else primary.mean(evaluations.values())
         done = [*done, *self.parts.evaluate_average(step)]
         self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
@@ -405,14 +412,13 @@ class Loop:
             measured = results_of(evaluation) | evaluation.kind_results
             info = {f"eval/{evaluation.name}/{k}": v for k, v in measured.items()}
             self.metrics.append(step, info, {"evaluation_seconds": evaluation.results["seconds"]})
-        if primary is not None and value is not None:
-            before = None if self.best is None else self.best.get(primary.name)  # None: it was another metric
-            if before is None or primary.goodness(value) >= primary.goodness(before):
-                self.best = {"step": float(step), primary.name: value}
+        self.ranking.add(primary, evaluations, step)
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
             about: dict[str, object] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results), "kinds": evaluation.kinds})
+        if self._is_done() and step < self.steps:
+            self.observer("notice", {"message": self.ranking.describe(step, self.steps)})
 
     def _pass_on_warnings(self) -> None:
         for message in self.parts.take_warnings():
@@ -440,6 +446,7 @@ class Loop:
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
         tensors["score"] = parts.score_head()
+        tensors["reference"] = parts.reference_tensors()
         tensors["averages"] = average_tensors(parts.averages)
         if shards is not None and process_group.size == 1:
             tensors["optimizer"] = shards.whole(optimizer, lambda name: self.process_group.is_main)
@@ -472,7 +479,8 @@ class Loop:
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
             "num_threads": torch.get_num_threads(),
-            "best": self.best,
+            "best": self.ranking.best,
+            "stale": self.ranking.stale,
             "evaluations": self.evaluations,
             "steps": self.steps,
             "processes": self.process_group.size,
@@ -486,7 +494,7 @@ class Loop:
         """Point ``best`` at the best checkpoint and delete old ones."""
         if not self.process_group.is_main:
             return
-        best = int(self.best["step"]) if self.best is not None else -1
+        best = int(self.ranking.best["step"]) if self.ranking.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.plan.train.keep_checkpoints, {best})

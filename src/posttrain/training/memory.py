@@ -167,6 +167,8 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
         if layout.keeps_whole:
             apart = WeightLayout()  # that copy is not sharded
         reference = apart.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
+        if recipe.reference is not None and recipe.eval.num_kl_prompts:
+            reference *= 2  # one moves, and evaluations compare with the start
     kv_cache, rollouts = _sampling_bytes(components, config, size, gpu_memory)
     return Memory(
         weights=base + layout.held(4 * sum(w.numel for w in factors), factors),

@@ -74,6 +74,28 @@ def dpo(
     return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, per_nat)
 
 
+@register("objective", level="pair", needs=("ref_logprobs", "transport_shift"), vanishes=())
+def aot(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, label_smoothing: FlipRate = 0.0) -> Loss:
+    """Alignment via optimal transport: margins of the policy are compared with the reference's of equal rank.
+
+    ``values = −(1 − ε) log σ(β(u − v)) − ε log σ(−β(u − v))``, with u the pair's ``log π(y_w) − log π(y_l)`` and v the
+    margin of the reference that has the same rank among all pairs of the optimizer batch.
+
+    Melnyk et al. (2024), "Distributional preference alignment of LLMs via optimal transport" (arXiv 2406.05882), the
+    paired form. ``transport_shift`` ``[B]`` holds the pair's own margin of the reference minus v, from ranks under the
+    weights before the update. Departure: ranks are of the whole optimizer batch, so that no split changes them.
+
+    What goes wrong: With one pair a batch it is ``dpo``. Large batches are what it needs.
+
+    Args:
+        beta, label_smoothing: β and ε, as in ``dpo``.
+    """
+    chosen, rejected = _log_ratios(outputs, batch)
+    logit = beta * (chosen - rejected + batch.field("transport_shift")[0::2])
+    values = -(1.0 - label_smoothing) * logsigmoid(logit) - label_smoothing * logsigmoid(-logit)
+    return _with_metrics(values, beta * chosen, beta * rejected, outputs, batch, beta)
+
+
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rate: FlipRate = 0.1) -> Loss:
     """Robust DPO: unbiased for DPO's loss on clean labels when a share ε of the labels is swapped.

@@ -36,7 +36,7 @@ from posttrain.registry import Entry, find, names
 from posttrain.types import Batch, Loss, Outputs
 
 # Batch fields with one number for each row; ``advantages`` may be one, too.
-ROW_FIELDS = ("labels", "margins", "kl_baseline", "has_feedback")
+ROW_FIELDS = ("labels", "margins", "kl_baseline", "has_feedback", "transport_shift")
 # Batch fields that tell the trainer what to compute, and that no objective reads.
 NOT_READ = ("teacher_ids",)
 _SHAPES = {"candidate_logprobs": "[B, T, K]", "teacher_candidate_logprobs": "[B, T, K]"}

@@ -90,14 +90,14 @@ def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> No
             f"{path.name}: dequantized to fp32 it takes up to {needed / 2**30:.1f} GB, and {folder.parent} has "
             f"{free / 2**30:.1f} GB free. Free some space, or set XDG_CACHE_HOME to another disk"
         )
-    model, tokenizer = _read(path)
+    model, tokenizer = read_gguf(path)
     with storage_errors("the dequantized model", folder), redirect_stderr(io.StringIO()):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(_card(path, title, notes), encoding="utf-8")
 
 
-def _read(path: Path) -> tuple[Any, Any]:
+def read_gguf(path: Path) -> tuple[Any, Any]:
     """Return the model in fp32 and its tokenizer, as transformers reads them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -39,7 +39,8 @@ class BuiltModels:
     policy: Forward  # its forward pass as a language model
     forward: Forward | ActorCritic  # the forward pass that the objective reads
     heads: dict[str, torch.nn.Module]
-    reference: Reference | None
+    reference: Reference | None  # what objectives compare with
+    start: Reference | None  # what evaluations and teachers read
     shards: Shards | None
 
     @property
@@ -83,22 +84,43 @@ def build_models(
         forward, heads = forward_with_head(
             components.objective, recipe.objective.options, recipe.head, policy, recipe.train.seed
         )
-        reference: Reference | None = None
-        if components.needs_start:
-            from posttrain.models.reference import Reference
-
-            reference = Reference(policy)
+        reference, start = _build_references(components, policy)
         if shards is not None:
             if not shards.keeps_whole:
                 modules = [forward.model, *heads.values()]
                 digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
             shards.cut(forward, heads)
             if reference is not None and not shards.keeps_whole:
-                reference.shard(shards.part)
+                reference.shard(shards.part)  # it does not move, so both are one
     if shards is not None:
         same_digest(digest, process_group, "before training")
         shards.choose_paths(policy)
-    return BuiltModels(loaded, policy, forward, heads, reference, shards)
+    return BuiltModels(loaded, policy, forward, heads, reference, start, shards)
+
+
+def _build_references(components: Components, policy: Forward) -> tuple[Reference | None, Reference | None]:
+    """Return the reference of objectives, and that of evaluations and teachers: one object, unless the first moves.
+
+    Raises:
+        RecipeError: a reference that moves, of a model with an adapter.
+    """
+    if not components.needs_start:
+        return None, None
+    from posttrain.models.reference import Reference
+
+    reference = Reference(policy)
+    if components.recipe.reference is None:
+        return reference, reference
+    if has_adapter(policy.model):
+        raise RecipeError(
+            "reference: the model has an adapter, and the base is its reference, which cannot move. Train all weights, "
+            "or leave 'reference' out"
+        )
+    recipe = components.recipe
+    is_taught_by_start = recipe.teacher is not None and recipe.teacher.weights == "start"
+    if not is_taught_by_start and not recipe.eval.num_kl_prompts:
+        return reference, None
+    return reference, Reference(policy)
 
 
 def _samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:

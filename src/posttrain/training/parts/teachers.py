@@ -38,7 +38,7 @@ def build_teacher(
         for own in students:
             own.restrict(num_ids)
         return Teacher(lambda: nullcontext(other))
-    reference = models.reference
+    reference = models.start
     if section.weights == "start":
         assert reference is not None, "built for its teacher"
         with reference.open() as start:

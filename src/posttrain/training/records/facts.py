@@ -9,7 +9,15 @@ from posttrain.balances.advantages import formulas_of_advantages
 from posttrain.balances.limits import kl_limit
 from posttrain.balances.losses import OF_DISTRIBUTIONS, formulas_of_losses
 from posttrain.balances.masks import formulas_of_masks
-from posttrain.balances.record import Formula, MaskFacts, OptimizerFacts, PenaltyFacts, SamplingFacts, UpdateFacts
+from posttrain.balances.record import (
+    Formula,
+    MaskFacts,
+    OptimizerFacts,
+    PenaltyFacts,
+    ReferenceFacts,
+    SamplingFacts,
+    UpdateFacts,
+)
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
@@ -51,6 +59,9 @@ def describe_run(
             context=recipe.rollout.within(context_length(loaded.model.config)),
             num_examples=num_examples,
         )
+    reference: ReferenceFacts | None = None
+    if recipe.reference is not None:
+        reference = ReferenceFacts(recipe.reference.every, recipe.reference.mixing)
     regularizers: dict[str, Any] = {}
     if recipe.regularize is not None:
         regularizers = recipe.regularize.model_dump()
@@ -63,6 +74,7 @@ def describe_run(
         correction=_formula(recipe.correction),
         masks=tuple(MaskFacts(one.name, one.options, one.divisor) for one in recipe.masks),
         **regularizers,
+        reference=reference,
         level=components.level,
         sampling=sampling,
         optimizer=_describe_optimizer(recipe.optimizer, recipe.train),

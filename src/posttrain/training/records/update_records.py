@@ -199,7 +199,8 @@ class UpdateRecords:
             return
         rows: dict[str, list[int] | list[float]] = {}
         if record.rows is not None:
-            rows = stored_rows(record.rows, is_first_pass=record.update < self.facts.num_minibatches)
+            is_first_pass = record.update < self.facts.num_minibatches
+            rows = stored_rows(record.rows, is_first_pass=is_first_pass, moves=self.facts.reference is not None)
         violated = tuple(dict.fromkeys(one.check for one in found))
         finite = {name: x for name, x in record.measured.items() if math.isfinite(x)}
         self.store.record_update(RecordedUpdate(record.step, record.update, finite, violated, rows))
@@ -356,9 +357,14 @@ class UpdateRecords:
         return {"kl_resampled": float(sums.sum() / part.mask.sum())}
 
 
-def stored_rows(rows: RowSums, *, is_first_pass: bool) -> dict[str, list[int] | list[float]]:
-    """Return the columns of a record that a file keeps; of later passes those that are not as in the first."""
+def stored_rows(rows: RowSums, *, is_first_pass: bool, moves: bool = False) -> dict[str, list[int] | list[float]]:
+    """Return the columns of a record that a file keeps; of later passes those that are not as in the first.
+
+    ``moves``: the reference does.
+    """
     names = ["value", "logprob"]
+    if moves and not is_first_pass:
+        names.append("reference")
     columns: dict[str, list[int] | list[float]] = {"answers": rows.answers.tolist()}
     if is_first_pass:
         columns["tokens"] = rows.tokens.tolist()

@@ -1,0 +1,1 @@
+"""Commands that write something for other people and programs."""

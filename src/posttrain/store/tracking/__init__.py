@@ -1,0 +1,1 @@
+"""Trackers of further packages, each imported by one module, and the report on a machine."""
