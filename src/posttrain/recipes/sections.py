@@ -423,7 +423,7 @@ class TrainSection(Section):
             Defaults to the model config (``output_router_logits``).
         neftune_noise_alpha: NEFTune embedding noise α during training. Disabled by default.
         ema_decay: decay for an exponential moving average (EMA) of the weights. Evaluations report both. Export the
-            average with ``posttrain runs export --weights ema``.
+            average with ``posttrain runs export NAME --to FOLDER --weights ema``.
     """
 
     steps: int | None = Field(default=100, ge=1)
