@@ -96,13 +96,10 @@ def save_checkpoint(
     """Write a checkpoint and return its folder.
 
     Args:
-        folder: run's ``checkpoints`` folder.
-        model: transformers or peft model, saved with ``save_pretrained``.
-        tokenizer: saved with ``save_pretrained``; may be None. optimizer: tensors by name; sharded for multi-process
-            writes.
+        folder: run's ``checkpoints`` folder. model: transformers or peft model, saved with ``save_pretrained``.
+        tokenizer: saved likewise; may be None. optimizer: tensors by name, sharded if multiple processes write.
         state: remaining loop state, JSON-serializable. heads: from ``head_tensors``.
-        rollout_buffer: rollout tensors needed by later steps.
-        score: reward head weight and scoring token id.
+        rollout_buffer: rollout tensors needed by later steps. score: reward head weight and scoring token id.
         weights: unsharded tensors for a sharded model (``names_to_write``). ends: token ids that end an answer.
         averages: from ``average_tensors``. reference: moving reference weights.
         process_group: writing processes. Each writes its optimizer shards; the main process writes everything else.
