@@ -37,7 +37,7 @@ TOKENS: dict[str, int] = {
     "balances": 21_974,
     "commands": 67_495,
     "conformance": 15_274,
-    "data": 66_847,
+    "data": 66_845,
     "evaluation": 31_152,
     "graders": 40_322,
     "ground": 19_320,
