@@ -294,7 +294,7 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     missing = data_word(pandas.DataFrame([ROWS[0], ROWS[1] | {"level": 2.0}]), tmp_path)["path"]
     assert [json.loads(line).get("level") for line in Path(missing).read_text().splitlines()] == [None, 2.0]
     for bad, message in [
-        ([], "no rows"), (["a"], "row 1 is"), ({"a": 1}, "no 'name'"), (3, "is no data"),
+        ([], "no rows"), (["a"], "row 1 is"), ({"a": 1}, "no 'name'"), (3, "is not data"),
         ("summs", "'summs'"), ("org/name", "is hf:org/name"),
     ]:  # fmt: skip
         with refuses(UsageError, message):
