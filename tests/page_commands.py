@@ -36,7 +36,7 @@ _SETTINGS = r"(?:[A-Z_]+=\S+ )*"
 _INLINE = re.compile(rf"(?<!`)`({_SETTINGS}(?:{_PROGRAMS}) [^`\n]+)`(?!`)")
 _TYPED = re.compile(rf"^ *(?:#|//)? *(?:\$ |!)?({_SETTINGS}(?:{_PROGRAMS}) .+)$")
 # Programs of others, of which only the first word is known.
-OTHERS = {"export", "source", "cd", "echo", "docker", "ray", "hf", "curl", "git", "srun", "exec"}
+OTHERS = {"export", "source", "cd", "echo", "docker", "ray", "hf", "curl", "git", "srun", "exec", "jupyter", "trackio"}
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|\.\.\.|…")
 
 

@@ -33,7 +33,7 @@ MAX_CONDITIONAL_EXPRESSIONS = 40.0  # `x if c else y`, per 1,000 statements
 TOKENS: dict[str, int] = {
     "acting": 2_694,
     "algorithms": 13_325,
-    "api": 20_632,
+    "api": 20_634,
     "balances": 21_974,
     "commands": 67_495,
     "conformance": 15_274,
@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_288,
     "runs": 46_277,
     "sampling": 56_074,
-    "store": 20_699,
+    "store": 20_700,
     "sweeps": 26_351,
     "terminal": 4_377,
     "training": 69_464,

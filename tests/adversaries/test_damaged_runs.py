@@ -73,7 +73,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("env.json", b"\xff\xfe", "UnicodeDecodeError"),
     ("status.json", status(step="four"), "step"),
     ("status.json", status(state="splendid"), "splendid"),
-    ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
+    ("status.json", status(held_out={"accuracy": float("nan")}), "nan instead of a finite number"),
     ("status.json", status(primary_metric=["nothing"]), "primary_metric"),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
@@ -81,7 +81,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("recipe.yaml", b"train: {steps: many}\n", "train.steps is no whole number"),
     ("recipe.yaml", BOMB, "more than 50,000 values, aliases written out"),
     ("recipe.yaml", b"x: !!python/object/apply:os.system [ls]\n", "the tag !!python/object/apply:os.system is not"),
-    ("recipe.yaml", b"x: .nan\n", "nan where a number"),
+    ("recipe.yaml", b"x: .nan\n", "nan instead of a finite number"),
     ("recipe.yaml", b"x: " + b"9" * 5000, "a number of 5,000 characters"),
     ("recipe.yaml", b"#" * (1 << 21), "at most 1,048,576 are read"),
     ("metrics.jsonl", b"[1]\n", "not a line of metrics"),
@@ -131,10 +131,10 @@ def test_commands_with_a_damaged_run_list_the_others(root: Path, name: str, caps
     path = root / "bad" / name
     path.unlink()
     path.mkdir()
-    assert "this is no file" in (summarize_run(root / "bad").problem or "")
+    assert "not a regular file" in (summarize_run(root / "bad").problem or "")
     path.rmdir()
     os.mkfifo(path)  # opening one would wait for a writer
-    check_listed(root, "this is no file", capsys)
+    check_listed(root, "not a regular file", capsys)
 
 
 @pytest.mark.parametrize("name", [".lock", "rollouts.db", "checkpoints", "log.txt"])
@@ -199,7 +199,7 @@ SCRIPTS: dict[str, tuple[str, str]] = {
     "a generated column": ("ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);", "it holds table 'rollouts'"),
     "a table less": ("DROP TABLE evaluation_rollouts;", "something is missing"),
     "an older version that it is not": ("PRAGMA user_version = 1;", "an earlier posttrain wrote this file"),
-    "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is no whole number"),
+    "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is not an integer"),
 }
 
 
@@ -322,7 +322,7 @@ def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.
         assert "elsewhere" not in shown.out + shown.err
         output = " ".join((shown.out + shown.err).split())
         if "show" in command:
-            assert f"{name}: this is a link to another folder; put the file itself in its place (cp -L)" in output
+            assert f"{name}: this is a link to another folder; replace the link with a copy (cp -L)" in output
 
 
 def test_the_table_of_a_sweep_is_its_own(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

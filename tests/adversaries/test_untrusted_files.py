@@ -75,7 +75,7 @@ def test_nothing_outside_of_a_run_is_written_or_deleted_through_a_link(
         assert code in (0, 1, 2)
         if command in ("runs resume", "train") and name != "recipe.yaml":
             assert code == 2, message
-            assert f"{name}: this is a link that leads out of the folder, to {precious}" in message
+            assert f"{name}: this is a link leading outside this folder, to {precious}" in message
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.db"])
@@ -92,7 +92,7 @@ def test_a_second_name_of_a_file_is_not_written_to(
         run(command, arguments, monkeypatch)
         assert file.read_bytes() == before, f"{command} wrote to {name}"
         if command == "runs resume":
-            assert f"{name}: this is a file with a second name elsewhere" in capsys.readouterr().err
+            assert f"{name}: this is a hard link" in capsys.readouterr().err
 
 
 def test_every_file_that_is_written_in_place_is_refused_with_a_second_name(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_every_file_that_is_written_in_place_is_refused_with_a_second_name(tmp_p
     folder.mkdir()
     for name in ("log.txt", "metrics.jsonl", "rollouts.db", ".lock", "curves.png"):
         os.link(mine, folder / name)
-        with pytest.raises(UsageError, match=f"{name}: this is a file with a second name elsewhere"):
+        with pytest.raises(UsageError, match=f"{name}: this is a hard link"):
             refuse_links(folder)
         (folder / name).unlink()
     refuse_links(folder)

@@ -156,5 +156,5 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) 
     (tmp_path / "results.json").write_text(json.dumps(content))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with refuses(DataError, "is no file"):
+    with refuses(DataError, "not a regular file"):
         read_finished(tmp_path).items()

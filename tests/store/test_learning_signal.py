@@ -23,12 +23,12 @@ def rows_of(steps: Sequence[dict[str, float]]) -> list[MetricsRow]:
 @pytest.mark.parametrize(
     ("steps", "key", "cause"),
     [
-        ([EQUAL | {"format": 0.0, "accuracy": 0.0}] * 3, "uniform_groups", "a model after SFT on that format"),
-        ([EQUAL | {"format": 1.0, "accuracy": 0.0}] * 3, "uniform_groups", "Take easier problems"),
-        ([EQUAL | {"format": 1.0, "accuracy": 1.0}] * 3, "uniform_groups", "take harder problems"),
+        ([EQUAL | {"format": 0.0, "accuracy": 0.0}] * 3, "uniform_groups", "a model after SFT on this format"),
+        ([EQUAL | {"format": 1.0, "accuracy": 0.0}] * 3, "uniform_groups", "Use easier problems"),
+        ([EQUAL | {"format": 1.0, "accuracy": 1.0}] * 3, "uniform_groups", "use harder problems"),
         ([EQUAL | {"truncated": 0.95, "format": 0.0}] * 3, "uniform_groups", "raise rollout.max_tokens"),
         ([EQUAL | {"reward": 0.25}] * 3, "uniform_groups", "mean reward 0.250"),
-        ([LEARNS | {"grad_norm": 0.0}] * 3, "grad_norm", "weights of objective and rewards are not 0"),
+        ([LEARNS | {"grad_norm": 0.0}] * 3, "grad_norm", "objective and reward weights are nonzero"),
         ([SUPERVISED | {"grad_norm": 0.0, "trained_tokens": 0.0}] * 3, "grad_norm", "posttrain data show"),
         ([SUPERVISED | {"weights_moved": 0.0}] * 10, "weights_moved", "The learning rate of 0.0001 is too small"),
     ],

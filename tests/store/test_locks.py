@@ -76,9 +76,9 @@ def test_claim_of_another_machine_counts(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("pid 1 on elsewhere\n")
     claim.write_text("1\nelsewhere\n")
     os.utime(claim, (time.time() - 60,) * 2)
-    expected = f"a process of another machine; if it is gone, delete {claim}"
+    expected = f"a process on another machine; if it has ended, delete {claim}"
     assert holder(path) == expected
-    with refuses(Held, "of another machine"), hold(path, 0.1):
+    with refuses(Held, "on another machine"), hold(path, 0.1):
         pytest.fail("a claim that counts was taken")
     assert claim.read_text() == "1\nelsewhere\n"
 

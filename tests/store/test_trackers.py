@@ -290,7 +290,7 @@ def test_trouble_with_wandb_is_reported_and_never_stops_a_run(
     assert len(library.logged) == num_logged
     assert len(warnings) == 1
     assert warnings[0].startswith(f"track: wandb {notice}")
-    assert warnings[0].endswith("training goes on, metrics.jsonl has everything")
+    assert warnings[0].endswith("training continues, metrics.jsonl has everything")
 
 
 def test_our_own_mistakes_are_not_taken_for_trouble_with_wandb(tmp_path: Path, monkeypatch) -> None:

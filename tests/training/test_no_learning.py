@@ -12,7 +12,7 @@ from small_runs import Events, one_layer_recipe, steps_of, watched
 # The base model knows no answer format, so that every reward is 0.
 BLIND = ("--model.name", "tiny", "--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "8")
 SHORT = ("--train.steps", "3", "--eval.every", "0", "--task.size", "64")
-WARNING = "in the first 3 batches no group of answers differed in reward"
+WARNING = "in the first 3 batches rewards were equal within every group"
 
 
 @pytest.mark.usefixtures("no_curves")
@@ -21,7 +21,7 @@ def test_train_base_model_without_format_warns_everywhere(tmp_path: Path, capsys
     assert main(["train", "tiny/grpo", *BLIND, *SHORT, "--run", "blind", *where]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"note: uniform_groups: {WARNING}" in shown
-    assert "after SFT on that format (tiny-sft, or a run)" in shown
+    assert "after SFT on this format (tiny-sft, or your run)" in shown
     assert main(["runs", "show", "blind", *where]) == 0
     assert WARNING in " ".join(capsys.readouterr().out.split())
     assert WARNING in (tmp_path / "blind" / "report.html").read_text()
@@ -32,8 +32,8 @@ def test_train_rate_too_small_for_the_weights_warns_once(tmp_path: Path) -> None
     watched(tmp_path, one_layer_recipe("sft", train={"steps": 12, "lr": 1e-30}, data={"batch_size": 1}), events)
     message = [info["message"] for info in events.of("notice") if "weights_moved" in info["message"]]
     assert message == [
-        "weights_moved: no weight has moved in 10 steps. The learning rate of 1e-30 is too small for the dtype of the "
-        "weights: raise train.lr, or set model.dtype fp32"
+        "weights_moved: no weight has moved in 10 steps. The learning rate of 1e-30 is too small for this weight "
+        "dtype: raise train.lr, or set model.dtype fp32"
     ]
     assert ["weights_moved" in step for step in steps_of(tmp_path)] == [True] * 10 + [False] * 2
 

@@ -427,7 +427,7 @@ class TrainSection(Section):
             an update; by default what the model's configuration asks for (``output_router_logits``).
         neftune_noise_alpha: α of the noise on the embeddings in training (NEFTune); by default none.
         ema_decay: keep an exponential moving average of the weights, of which an update keeps this share. It is
-            evaluated next to the weights, and ``posttrain runs export --weights ema`` gives it away.
+            evaluated next to the weights, and ``posttrain runs export NAME --to FOLDER --weights ema`` gives it away.
     """
 
     steps: int | None = Field(default=100, ge=1)

@@ -1,7 +1,7 @@
-"""The folders of a run's checkpoints: their names, their manifests, and moving them safely.
+"""Checkpoint folders of a run: naming, manifests, and safe renames.
 
-A manifest has the size and SHA-256 of every file, so that a flipped byte shows; code that reads weights out of a run
-calls ``refuse_damaged`` first. No torch here, so that listing runs stays quick.
+Each manifest lists file sizes and SHA-256 digests, which detects even one flipped byte. Call ``refuse_damaged`` before
+loading weights from a run. Does not import torch, so that listing runs stays fast.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from posttrain.store.durable import ASIDE, remove_tree, storage_errors, sync_fil
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 BEST = "best"
-FORMAT = 1  # of the manifest; a later version may add keys to it without another number
+FORMAT = 1  # manifest format; later versions may add keys without raising it
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
 _REPLACED = ".tmp-replaced-"
 _FAILED = "failed-"
-# These decide which weights are loaded; such a file that the manifest does not name was put there later.
+# Files that decide which weights are loaded. If one is missing from the manifest, it was added later.
 _DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
 
 
 class Unverified(Exception):
-    """A folder differs from its manifest; the text says where. ``name``: the file, relative to the folder."""
+    """Raised if a folder differs from its manifest. ``name``: the differing file, relative to the folder."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name} {what}")
@@ -42,7 +42,7 @@ class Unverified(Exception):
 
 
 def seal(path: Path, step: int) -> None:
-    """Write the manifest of a finished folder and wait until all of it is on the disk."""
+    """Write a manifest for a finished folder and sync everything to disk."""
     names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
     files = {}
     for name in names:
@@ -57,13 +57,16 @@ def seal(path: Path, step: int) -> None:
 
 
 def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dict[str, Any]:
-    """Return the manifest's entries by relative file name, all of them checked; ``step`` None: of any step.
+    """Verify a checkpoint and return its manifest entries by relative file name.
 
-    ``by_size``: files are not read, which is enough for a list of runs.
+    Args:
+        path: checkpoint folder.
+        step: expected step; None accepts any step.
+        by_size: check sizes only and read no files. Enough to list runs.
 
     Raises:
-        Unverified: a file is missing or differs, or the manifest is of another step or damaged, or it does not name
-            a file with weights that is there.
+        Unverified: missing, changed or damaged files, a manifest for another step, or weights missing from the
+            manifest.
     """
     if not (path / MANIFEST).is_file():
         raise Unverified(MANIFEST, "is missing")
@@ -102,7 +105,7 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
 
 
 def manifest_digests(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in the manifest, unchecked; empty where there is none, or a damaged one."""
+    """Read SHA-256 digests from a manifest without checking them. Empty if the manifest is missing or damaged."""
     try:
         files = json.loads((path / MANIFEST).read_bytes())["files"]
         return {str(name): str(entry["sha256"]) for name, entry in files.items()}
@@ -111,10 +114,10 @@ def manifest_digests(path: Path) -> dict[str, str]:
 
 
 def refuse_damaged(folder: str | Path) -> None:
-    """Refuse a checkpoint that differs from its manifest. A folder that is none (a plain model) passes.
+    """Refuse a checkpoint that fails verification. Plain model folders pass.
 
     Raises:
-        DataError: with the file, and another checkpoint that verifies.
+        DataError: names the damaged file and, if available, another checkpoint that verifies.
     """
     path = Path(folder).resolve()
     if not _is_checkpoint(path):
@@ -127,7 +130,7 @@ def refuse_damaged(folder: str | Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
+    """Check if ``path`` is a run's checkpoint, or a copy recognized by its manifest."""
     if _step_of(path) is not None and path.parent.name == "checkpoints":
         return (path / MANIFEST).is_file() or (path.parent.parent / "recipe.yaml").is_file()
     if not (path / MANIFEST).is_file():
@@ -147,7 +150,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _remedy(path: Path, shown: Path) -> str:
-    """Name the newest earlier checkpoint that verifies, else a later one."""
+    """Suggest the newest earlier checkpoint that verifies, else a later one."""
     own = _step_of(path)
     if own is None:
         return "restore it from a copy"
@@ -155,8 +158,8 @@ def _remedy(path: Path, shown: Path) -> str:
         with suppress(Unverified, OSError):
             verify(step_folder(path.parent, step), step)
             other = step_folder(shown.parent, step)
-            return f"step {step} verifies: name {other} instead, or restore this one from a copy"
-    return "restore it from a copy, or train again; no other checkpoint there verifies"
+            return f"step {step} verifies: name {other} instead, or restore a copy"
+    return "restore it from a copy, or train again; none of the checkpoints verifies"
 
 
 def _manifest_bytes(step: int, files: Mapping[str, object]) -> bytes:
@@ -164,12 +167,12 @@ def _manifest_bytes(step: int, files: Mapping[str, object]) -> bytes:
 
 
 def _in_one_spelling(manifest: Mapping[str, object]) -> bytes:
-    # a flipped byte anywhere in the manifest shows
+    # detects a flipped byte anywhere in the manifest
     return (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file; read again when its size or times have changed."""
+    """Compute a SHA-256 digest, cached until inode, size or timestamps change."""
     about = path.stat()
     return _digest_of(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
@@ -181,12 +184,12 @@ def _digest_of(path: Path, *identity: int) -> str:
 
 
 def step_folder(folder: str | Path, step: int) -> Path:
-    """Return the folder of the checkpoint of ``step``."""
+    """Build the checkpoint path for ``step``."""
     return Path(folder) / f"step-{step:06d}"
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """Return the steps that have a checkpoint under its final name (not verified), ascending."""
+    """List steps with a finished checkpoint, ascending. Does not verify them."""
     root = Path(folder)
     if not root.is_dir():
         return []
@@ -205,9 +208,16 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 def read_newest(
     root: Path, steps: Iterable[int], read: Callable[[Path, int], T], skipped: list[str]
 ) -> tuple[int, T] | None:
-    """Return the step of the newest of these checkpoints that verifies, and what ``read`` returns for its folder.
+    """Read the newest checkpoint that verifies.
 
-    ``read`` raises ``Unverified`` for one that does not verify; why goes into ``skipped``. None: there is none.
+    Args:
+        root: folder with checkpoints.
+        steps: candidate steps.
+        read: loads one checkpoint; raises ``Unverified`` if damaged.
+        skipped: collects one reason per rejected checkpoint.
+
+    Returns:
+        Step and result of ``read``, or None if every candidate was rejected.
     """
     for step in sorted(steps, reverse=True):
         path = step_folder(root, step)
@@ -219,7 +229,7 @@ def read_newest(
 
 
 def newest_state(folder: str | Path) -> tuple[int, dict[str, object]] | None:
-    """Return step and ``state.json`` of the newest checkpoint whose files have their sizes, or None."""
+    """Load ``state.json`` from the newest checkpoint whose file sizes match. Returns step and state, or None."""
     return read_newest(Path(folder), checkpoint_steps(folder), _read_state, [])
 
 
@@ -236,7 +246,7 @@ def _read_state(path: Path, step: int) -> dict[str, object]:
 
 
 def best_step(folder: str | Path) -> int | None:
-    """Return the step that ``best`` points to, or None."""
+    """Resolve the ``best`` link to a step, or None if missing."""
     link = Path(folder) / BEST
     if not link.is_symlink():
         return None
@@ -247,7 +257,7 @@ def best_step(folder: str | Path) -> int | None:
 
 
 def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one; returns the deleted."""
+    """Delete old checkpoints, keeping the newest ``keep``, ``protect`` and the best one. Returns deleted steps."""
     assert keep >= 1, "at least one checkpoint is kept"
     root = Path(folder)
     steps = checkpoint_steps(root)
@@ -260,7 +270,7 @@ def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = 
 
 
 def discard_checkpoint(root: Path, step: int) -> None:
-    """Delete one checkpoint. It is renamed aside first, so a kill leaves no part of it under a final name."""
+    """Delete one checkpoint, renaming it first so that a killed process never leaves a partial checkpoint."""
     aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
     remove_tree(aside)
     os.rename(step_folder(root, step), aside)
@@ -268,10 +278,10 @@ def discard_checkpoint(root: Path, step: int) -> None:
 
 
 def mark_best(folder: str | Path, step: int) -> None:
-    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step."""
+    """Atomically point the relative symlink ``best`` at the checkpoint for ``step``."""
     root = Path(folder)
     target = step_folder(root, step)
-    assert target.is_dir(), "the best checkpoint is marked after it is saved"
+    assert target.is_dir(), "save a checkpoint before marking it as best"
     aside = root / f"{ASIDE}{BEST}-{os.getpid()}"
     with storage_errors("the link to the best checkpoint", root):
         aside.unlink(missing_ok=True)
@@ -281,10 +291,10 @@ def mark_best(folder: str | Path, step: int) -> None:
 
 
 def clean_leftovers(folder: str | Path) -> list[str]:
-    """Remove what killed writes left behind; returns the names.
+    """Remove leftovers from killed writes and return their names.
 
-    A checkpoint that was renamed aside to be replaced gets its name back if its replacement is missing. Only for the
-    process that holds the run's lock.
+    If a checkpoint was renamed for replacement but its replacement is missing, the old checkpoint is restored. Call
+    this only while holding the run's lock.
     """
     root = Path(folder)
     removed: list[str] = []
@@ -302,9 +312,9 @@ def clean_leftovers(folder: str | Path) -> list[str]:
 
 
 def rename_into_place(aside: Path, final: Path) -> None:
-    """Give a finished folder its name; one that is there already goes."""
+    """Rename a finished folder to its final name, replacing any existing one."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():  # the same step written again; a kill between the renames is repaired by clean_leftovers
+    if final.exists():  # same step written twice; clean_leftovers repairs a kill between these renames
         remove_tree(replaced)
         os.rename(final, replaced)
     os.rename(aside, final)
@@ -313,7 +323,7 @@ def rename_into_place(aside: Path, final: Path) -> None:
 
 
 def set_aside_steps(root: Path, steps: Collection[int]) -> None:
-    """Rename checkpoints that do not verify to ``failed-step-NNNNNN``."""
+    """Rename unverified checkpoints to ``failed-step-NNNNNN``."""
     with storage_errors("checkpoints", root):
         for step in steps:
             path = step_folder(root, step)

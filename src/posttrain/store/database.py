@@ -1,4 +1,4 @@
-"""The SQLite file of rollouts: connections with limits, transactions, and SQLite's errors in our words."""
+"""SQLite access for rollouts: limited connections, transactions and translated errors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from posttrain.store.durable import explain_storage
 from posttrain.store.reading import refuse_link_out
 from posttrain.store.schema import bring_up_to_date
 
-READ_SECONDS = 300.0  # a search through tens of gigabytes; nothing that is honest takes longer
+READ_SECONDS = 300.0  # enough to search tens of gigabytes
 MAX_VALUE_BYTES = 1 << 27
 _BUSY_TIMEOUT_SECONDS = 30.0
-_INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
+_INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # SQLite virtual machine instructions: a few milliseconds
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
 
 
 @contextmanager
 def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
-    """Yield a connection in autocommit mode, closed at the end; an open transaction is rolled back.
+    """Open a connection in autocommit mode; on exit, roll back any open transaction and close.
 
-    Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as immutable, which
-    also works on a read-only disk. The file may be from an untrusted source: its values are limited in size, its schema
-    may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
+    Reading leaves no files behind: without a write-ahead log, a database is opened as immutable, which also works on
+    read-only disks. Databases may come from untrusted sources. Therefore value sizes are limited, schemas cannot call
+    functions with side effects, and reads stop after ``READ_SECONDS``. Call ``check_schema`` first.
 
-    No other code may open a database file or its log while a connection is open. To close a descriptor drops all
-    POSIX locks that this process has on the file; the next reader then believes to be the only one and deletes the log.
+    While a connection is open, access the database and its log only through SQLite in this process. Closing any other
+    descriptor releases all POSIX locks of this process; a later reader would then assume exclusive access and delete
+    the log.
     """
     refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
@@ -60,8 +61,8 @@ def _limit(db: sqlite3.Connection, *, read_only: bool) -> None:
 
 @contextmanager
 def migrated_copy(db: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Yield a file of an earlier version as this version writes it; the file itself stays as it is."""
-    copy = sqlite3.connect("", isolation_level=None)  # SQLite removes it with the connection
+    """Yield a temporary copy migrated to the current schema, leaving the original unchanged."""
+    copy = sqlite3.connect("", isolation_level=None)  # SQLite deletes it on close
     try:
         _limit(copy, read_only=True)
         db.backup(copy)
@@ -74,11 +75,11 @@ def migrated_copy(db: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connec
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into ours.
+    """Translate SQLite errors.
 
     Raises:
-        DataError: the file is no database, or a damaged one.
-        StorageError: anything else (disk full, not writable, locked).
+        DataError: not a database, or damaged.
+        StorageError: any other failure (disk full, not writable, locked).
     """
     try:
         yield
@@ -92,7 +93,7 @@ def sqlite_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Commit what the block writes, or none of it. A block that only reads (``DEFERRED``) sees one state."""
+    """Commit all writes in the block, or none. With ``DEFERRED``, reads share one snapshot."""
     db.execute(f"BEGIN {kind}")
     try:
         yield

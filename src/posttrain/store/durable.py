@@ -1,4 +1,4 @@
-"""Files written so that a kill or a full disk leaves either the old content or the new, never a part."""
+"""Crash-safe file writes: after a kill or a full disk, a file has either old or new content, never a partial mix."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from posttrain.folders import remove_folder, walk_folder
 from posttrain.option_types import shorten
 from posttrain.store import posix
 
-ASIDE = ".tmp-"  # begins the name of what is written aside, until it gets its own
-CHECKPOINTS = "checkpoints"  # a folder with rules of its own: ``store/checkpoint_files.py``
+ASIDE = ".tmp-"  # prefix for temporary files, renamed once complete
+CHECKPOINTS = "checkpoints"  # follows separate rules: ``store/checkpoint_files.py``
 _ASIDE_NAME = re.compile(r"\.tmp-.+-([0-9]{1,9})", re.DOTALL)
-# The place cannot hold files: the caller's mistake, not the disk's.
+# Errors caused by an invalid path, not by the disk.
 _NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Files that are appended to; any other is written aside and renamed over what was there.
+# Append-only files. All others are written to a temporary file and renamed.
 _IN_PLACE = (".lock", "*.txt", "*.log", "metrics.jsonl", "rollouts.db*", "*.png")
 _MAX_LINE_BYTES = 1 << 24
-_WANDB = "wandb"  # W&B keeps links to logs of its own in the folders of its sessions
+_WANDB = "wandb"  # W&B links to its logs from session folders
 
 
 def explain_storage(what: str, place: Path, cause: BaseException) -> StorageError:
-    """Return a ``StorageError`` that names what could not be written where, and the remedy."""
+    """Build a ``StorageError`` naming the content, path and remedy."""
     number = getattr(cause, "errno", None)
     text = str(cause).lower()
     remedy = f"{cause}. Check the disk"
@@ -53,7 +53,7 @@ def explain_storage(what: str, place: Path, cause: BaseException) -> StorageErro
 
 @contextmanager
 def storage_errors(what: str, place: Path) -> Iterator[None]:
-    """Turn an ``OSError`` of the body into a ``StorageError`` that names ``what`` and ``place``."""
+    """Convert an ``OSError`` raised in the block into a ``StorageError`` naming ``what`` and ``place``."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ def storage_errors(what: str, place: Path) -> Iterator[None]:
 
 
 def sayable(value: object) -> object:
-    """Return plain data as JSON can hold it: a number that is not finite is null."""
+    """Convert to JSON-compatible data, replacing NaN and infinity with null."""
     if isinstance(value, Mapping):
         return {key: sayable(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -75,7 +75,7 @@ def sayable(value: object) -> object:
 
 
 def sync_file(path: Path, flags: int = 0) -> None:
-    """Wait until the content of a file is on the disk."""
+    """Flush file content to disk."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
@@ -84,13 +84,13 @@ def sync_file(path: Path, flags: int = 0) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder (creations, renames, removals) are on the disk."""
-    if posix.DIRECTORY is not None:  # Windows writes names with the file
+    """Flush directory entries (creations, renames, removals) to disk."""
+    if posix.DIRECTORY is not None:  # Windows flushes names with file content
         sync_file(path, posix.DIRECTORY)
 
 
 def cut_torn_line(descriptor: int) -> None:
-    """Shorten a file of lines to its last newline, so that the next line does not continue one torn by a kill."""
+    """Truncate a line-based file after its last newline, so that appending never continues a torn line."""
     size = os.fstat(descriptor).st_size
     start = max(0, size - _MAX_LINE_BYTES)
     keep = start + posix.read_at(descriptor, size - start, start).rfind(b"\n") + 1
@@ -99,12 +99,12 @@ def cut_torn_line(descriptor: int) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Put ``content`` at ``path`` in one step: written aside, then renamed over it.
+    """Atomically replace ``path`` with ``content`` through a temporary file.
 
-    ``durable`` also waits for the disk; without it a power cut (not a kill) may bring the old content back.
+    ``durable`` also syncs to disk. Otherwise a power cut (not a kill) may restore the old content.
 
     Raises:
-        StorageError: the disk is full or the place not writable; ``path`` is unchanged.
+        StorageError: disk full or not writable; ``path`` is unchanged.
     """
     aside = aside_of(path)
     with storage_errors(path.name, path):
@@ -130,26 +130,26 @@ def write_json(
     ensure_ascii: bool = True,
     default: Callable[[object], object] | None = None,
 ) -> None:
-    """Put plain data at ``path`` as JSON with a newline at the end, as ``replace_file`` does; see ``json.dumps``."""
+    """Write JSON with a trailing newline through ``replace_file``; options are described in ``json.dumps``."""
     text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, default=default)
     replace_file(path, text.encode() + b"\n")
 
 
 def aside_of(path: Path) -> Path:
-    """Return where this process writes what will be ``path``: next to it, so that a rename puts it in place."""
+    """Build this process's temporary path in the same folder as ``path``, so that renaming is atomic."""
     return path.with_name(f"{ASIDE}{path.name}-{os.getpid()}")
 
 
 def remove_asides(path: Path) -> None:
-    """Remove what killed processes had begun to write for ``path``, a file or a folder."""
+    """Remove temporary files and folders that killed processes left for ``path``."""
     for item in path.parent.glob(f"{ASIDE}{glob.escape(path.name)}-*"):
         if _is_left(item.name):
-            with suppress(FileNotFoundError):  # its process was there, and gave it its name
+            with suppress(FileNotFoundError):  # another process renamed it meanwhile
                 remove_tree(item)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, or a file or link if it is there."""
+    """Remove a folder, file or link if present."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:
@@ -157,9 +157,9 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove the files that killed writes left anywhere below ``folder``, but for folders of checkpoints.
+    """Remove temporary files from killed writes anywhere below ``folder``, except in checkpoint folders.
 
-    A file that a living process writes at this moment stays. Returns the paths, relative to ``folder``.
+    Files still being written by other live processes are kept. Returns paths relative to ``folder``.
     """
     removed = []
     with storage_errors("what killed writes left behind", folder):
@@ -173,7 +173,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _is_left(name: str) -> bool:
-    """Return whether a name is that of something written aside by a process that writes it no longer."""
+    """Check if a name belongs to a temporary file left by an ended process or an earlier write of this one."""
     match = _ASIDE_NAME.fullmatch(name)
     if match is None:
         return False
@@ -182,41 +182,41 @@ def _is_left(name: str) -> bool:
 
 
 def refuse_links(folder: str | Path) -> None:
-    """Refuse a folder in which writing could change something outside of it. The folder itself may be a link.
+    """Refuse a folder if writing there could change files elsewhere. ``folder`` itself may be a link.
 
-    Links that stay inside are fine (``best`` to its checkpoint). Refused are symbolic links to the outside, a second
-    name (hard link) of a file that is appended to, and what is neither file nor folder.
+    Links within the folder are allowed, for example ``best``. Refused are symbolic links leading outside, hard links
+    to append-only files, and anything except files and folders.
 
     Raises:
-        UsageError: with the name; nothing was changed.
+        UsageError: names the offending path; nothing was changed.
     """
     root = Path(os.path.realpath(folder))
     for place, folders, files in walk_folder(root):
         for name in [*folders, *files]:
             path = Path(place, name)
-            with suppress(FileNotFoundError):  # another process tidies up
+            with suppress(FileNotFoundError):  # removed by another process meanwhile
                 what = _danger_of(path, root)
                 if what:
-                    remedy = "Nothing was changed; put the file itself in its place (cp -L), or work on a copy"
+                    remedy = "Nothing was changed; replace the link with a copy (cp -L), or work on a copied folder"
                     raise UsageError(f"{path}: this is {what}. {remedy}")
         if os.path.basename(place) == _WANDB:
             folders.clear()
 
 
 def _danger_of(path: Path, root: Path) -> str | None:
-    """Describe what makes writing to ``path`` change something outside of ``root``."""
+    """Explain why writing to ``path`` could change files outside ``root``; None if safe."""
     state = path.lstat()
     if stat.S_ISLNK(state.st_mode):
         target = Path(os.path.realpath(path))
         is_inside = target != root and target.is_relative_to(root)
         if is_inside:
             return None
-        return f"a link that leads out of the folder, to {target}"
+        return f"a link leading outside this folder, to {target}"
     if stat.S_ISDIR(state.st_mode):
         return None
     if not stat.S_ISREG(state.st_mode):
         return "neither a file nor a folder"
     is_shared = state.st_nlink > 1 and any(fnmatchcase(path.name, name) for name in _IN_PLACE)
     if is_shared:
-        return "a file with a second name elsewhere (a hard link), which would be written to as well"
+        return "a hard link, so writing would also change its other name"
     return None

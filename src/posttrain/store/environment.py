@@ -1,4 +1,4 @@
-"""The circumstances of a run: command, commit, versions, hardware."""
+"""Run environment: command, commit, versions and hardware."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIT_TIMEOUT_SECONDS = 5.0
 
 
 def describe_environment() -> dict[str, object]:
-    """Return plain data for ``env.json``: time, command, git, versions, hardware."""
+    """Collect ``env.json``: time, command, git, versions and hardware as plain data."""
     import torch
 
     hardware: dict[str, object] = {
@@ -44,9 +44,9 @@ def describe_environment() -> dict[str, object]:
 
 
 def git_state(folder: Path) -> dict[str, str | int | None] | None:
-    """Return the commit of the checkout that tracks ``folder`` and the number of changed files; None outside of one."""
+    """Describe the checkout tracking ``folder``: commit and number of changed files. None outside a checkout."""
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None or not _git(folder, "ls-files"):  # an environment inside some other checkout
+    if commit is None or not _git(folder, "ls-files"):  # installed inside some other checkout
         return None
     changes = _git(folder, "status", "--porcelain")
     num_changed = None
@@ -60,7 +60,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None  # no git here, or it hangs: the run goes on without a commit
+        return None  # git missing or hanging: continue without a commit
     if done.returncode == 0:
         return done.stdout.strip()
     return None

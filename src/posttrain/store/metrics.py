@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: one line of JSON per step.
+"""``metrics.jsonl``: one JSON line per step.
 
-``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are functions of the
-run's recipe alone, so two runs compare bit for bit without ``timing``. Trackers get every line after it was written.
+``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics depend only on the
+recipe, so runs can be compared bit for bit after dropping ``timing``. Trackers receive each line once written.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from posttrain.registry import call, find, takes_one
 from posttrain.store.durable import cut_torn_line, replace_file, storage_errors, sync_folder
 from posttrain.store.reading import open_record
 
-EVALUATION = "eval/"  # begins the name of an evaluation's result
-MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
+EVALUATION = "eval/"  # prefix of evaluation metrics
+MAX_BYTES = 1 << 33  # fits a million steps with 200 metrics each
 _MAX_LINE_BYTES = 1 << 24
 _TASK_AND_RESULT = re.compile(r"(?:(.*?)/)?((?:sampled_)?reward/[^/]*|[^/]*)", re.DOTALL)
 _TAIL_BYTES = 1 << 20
-_MAX_CLOCK = 1 << 53  # more than any clock or memory measures; a step is below it, too
+_MAX_CLOCK = 1 << 53  # upper bound for steps, clock times and memory sizes
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """The numbers of one step. ``timing`` holds what the clock measured (seconds, rates, bytes)."""
+    """Metrics for one step. ``timing`` contains measured seconds, rates and bytes."""
 
     step: int
     metrics: dict[str, float]
@@ -39,10 +39,10 @@ class MetricsRow:
 
 
 class MetricsLog:
-    """The step metrics of one run; the file is created by the first line.
+    """Step metrics for one run, created when the first line is written.
 
-    Floats are written with their shortest exact text, so they come back bit for bit. Numbers that are not finite, for
-    which JSON has no word, are the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+    Floats are written as their shortest exact representation, so they are restored bit for bit. JSON lacks non-finite
+    numbers, so they are written as ``"nan"``, ``"inf"`` and ``"-inf"``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class MetricsLog:
         self._descriptor: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """Add the line of one step; raises StorageError if the disk is full or not writable."""
+        """Append one step; raises StorageError if the disk cannot be written."""
         if timing is None:
             timing = {}
         line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing)}
@@ -67,19 +67,19 @@ class MetricsLog:
                 written += os.write(self._descriptor, content[written:])
 
     def num_rows(self) -> int:
-        """Return the number of complete lines."""
+        """Count complete lines."""
         if self.path.exists():
             return self.path.read_bytes().count(b"\n")
         return 0
 
     def flush(self) -> None:
-        """Wait until every line is on the disk."""
+        """Sync all lines to disk."""
         if self._descriptor is not None:
             with storage_errors("metrics", self.path):
                 os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Flush and close; appending again opens the file anew."""
+        """Flush and close; a later append reopens the log."""
         if self._descriptor is not None:
             try:
                 self.flush()
@@ -88,14 +88,14 @@ class MetricsLog:
                 self._descriptor = None
 
     def read(self) -> list[MetricsRow]:
-        """Return all rows in file order; none when there is no file. A torn last line is left out.
+        """Read all rows in file order, ignoring a torn last line. Empty if missing.
 
-        Raises DataError, with the number, if another line is malformed.
+        Raises DataError with a line number if any other line is malformed.
         """
         return self._read()[0]
 
     def last(self, wanted: Callable[[MetricsRow], bool] = lambda row: True) -> MetricsRow | None:
-        """Return the last complete row that is wanted, of the last megabyte of the file, or None."""
+        """Find the last complete matching row in the final megabyte, or None."""
         try:
             with open_record(self.path, MAX_BYTES) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -104,18 +104,19 @@ class MetricsLog:
         except FileNotFoundError:
             return None
         if start:
-            lines = lines[1:]  # the first one is cut
+            lines = lines[1:]  # partial first line
         rows = (_parse_line(line, self.path, None) for line in reversed(lines))
         return next(filter(wanted, rows), None)
 
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
-        """Drop every line with ``step > after_step``, the evaluations of some steps, and a torn last line; atomic.
+        """Atomically drop lines with ``step > after_step``, evaluations at ``unevaluated`` steps, and a torn last
+        line.
 
-        Returns the number of whole lines that were dropped.
+        Returns the number of complete lines dropped.
 
         Raises:
-            DataError: another line than the last is malformed; the file is unchanged.
-            StorageError: the disk is full or not writable; the file is unchanged.
+            DataError: malformed line before the last one; nothing was changed.
+            StorageError: disk full or not writable; nothing was changed.
         """
         self.close()
         rows, is_torn = self._read()
@@ -131,13 +132,13 @@ class MetricsLog:
         return dropped
 
     def _read(self) -> tuple[list[MetricsRow], bool]:
-        """Return the rows, and True if a torn line follows them."""
+        """Read rows and report if a torn line follows."""
         rows: list[MetricsRow] = []
         try:
             with open_record(self.path, MAX_BYTES) as file:
                 lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
                 for number, line in enumerate(lines, start=1):
-                    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # cut off while it was written
+                    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:  # torn by a kill
                         return rows, True
                     rows.append(_parse_line(line, self.path, number))
         except FileNotFoundError:
@@ -148,7 +149,7 @@ class MetricsLog:
 def _writable(values: Mapping[str, float]) -> dict[str, float | str]:
     writable: dict[str, float | str] = {}
     for name, value in values.items():
-        number = float(value)  # a plain number, of one of NumPy's or of a zero-dimensional tensor
+        number = float(value)  # converts NumPy scalars and 0-d tensors
         if math.isfinite(number):
             writable[name] = number
         else:
@@ -159,7 +160,7 @@ def _writable(values: Mapping[str, float]) -> dict[str, float | str]:
 def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
     try:
         data = json.loads(line)
-        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
+        if b"\\ud" in line.lower():  # a lone surrogate is not valid text
             json.dumps(data, ensure_ascii=False).encode()
         metrics = {str(name): float(value) for name, value in data["metrics"].items()}
         timing = {str(name): float(value) for name, value in data.get("timing", {}).items()}
@@ -177,7 +178,7 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run of a tracker: its folder, its resolved recipe, and a function that is given messages about trouble."""
+    """Run information for trackers: folder, resolved recipe, and a callback for warnings."""
 
     folder: Path
     recipe: Mapping[str, Any]
@@ -185,10 +186,10 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Shows rows of metrics somewhere.
+    """Displays metrics in another tool.
 
-    ``start`` comes before the first row, with the rows that the run has already: nothing else may be shown of it.
-    ``log`` shows one more row; several may have the same step. After ``close``, ``start`` may follow again.
+    ``start`` receives existing rows before ``log`` is called, and replaces anything shown earlier for this run.
+    ``log`` shows one row; several rows may share a step. After ``close``, ``start`` may be called again.
     """
 
     def start(self, kept: Sequence[MetricsRow]) -> None: ...
@@ -199,7 +200,7 @@ class Tracker(Protocol):
 
 
 class TrackedMetrics(MetricsLog):
-    """A ``MetricsLog`` whose rows are given to trackers, too."""
+    """A ``MetricsLog`` that also forwards rows to trackers."""
 
     def __init__(self, path: str | Path, trackers: Sequence[Tracker]) -> None:
         super().__init__(path)
@@ -207,7 +208,7 @@ class TrackedMetrics(MetricsLog):
         self._started = False
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """Add the line of one step as ``MetricsLog.append`` does, and give it to the trackers once it is written."""
+        """Append one step through ``MetricsLog.append``, then forward it to trackers."""
         if not self._started and self.trackers:
             kept = self.read()
             for tracker in self.trackers:
@@ -219,7 +220,7 @@ class TrackedMetrics(MetricsLog):
             tracker.log(row)
 
     def close(self) -> None:
-        """Close the file and the trackers."""
+        """Close this log and all trackers."""
         try:
             super().close()
         finally:
@@ -230,10 +231,10 @@ class TrackedMetrics(MetricsLog):
 
 
 def build_trackers(components: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """Return the trackers that a recipe names (``track``), none of them opened yet.
+    """Build trackers from a recipe's ``track`` list without starting them.
 
     Raises:
-        RecipeError: a function of the user takes something else than the run, or returns no tracker.
+        RecipeError: a custom function has the wrong signature, or did not return a tracker.
     """
     return [_build_tracker(component, f"track.{index}", run) for index, component in enumerate(components)]
 
@@ -241,25 +242,25 @@ def build_trackers(components: Sequence[Any], run: TrackedRun) -> list[Tracker]:
 def _build_tracker(component: Any, key: str, run: TrackedRun) -> Tracker:
     make = find("tracker", component.name, key).bind(component.options, key)
     if not takes_one(make):
-        raise RecipeError(f"{key}: {component.name} must take one argument, the run. Give def tracker(run)")
+        raise RecipeError(f"{key}: {component.name} must take one argument. Write def tracker(run)")
     tracker: Tracker = call(key, make, run)
     missing = [name for name in ("start", "log", "close") if not callable(getattr(tracker, name, None))]
     if missing:
         raise RecipeError(
-            f"{key}: {component.name} returned {type(tracker).__name__}, which has no {', '.join(missing)}. Return an "
-            "object with the methods start, log and close"
+            f"{key}: {component.name} returned {type(tracker).__name__}, which has no {', '.join(missing)}. Return "
+            "objects with start, log and close methods"
         )
     return tracker
 
 
 def is_evaluation(row: MetricsRow) -> bool:
-    """Return whether a line is of an evaluation alone."""
+    """Check if a row contains only evaluation metrics."""
     return bool(row.metrics) and all(name.startswith(EVALUATION) for name in row.metrics)
 
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """The results of one evaluation during a run (``evaluation/generation.py``) after ``step`` updates."""
+    """Evaluation results after ``step`` updates of a run (``evaluation/generation.py``)."""
 
     step: int
     name: str
@@ -267,7 +268,7 @@ class EvaluationPoint:
 
 
 def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
-    """Return the evaluations that a run's metrics record as ``eval/<task>/<result>``."""
+    """Collect evaluations from metrics named ``eval/<task>/<result>``."""
     points = []
     for row in rows:
         by_task: dict[str, dict[str, float]] = {}
@@ -280,34 +281,34 @@ def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
     return points
 
 
-NUM_BATCHES = 3  # without a difference in reward, or without a gradient, before a warning
-NUM_STEPS = 10  # in which no weight moved, before a warning
-MOVED = "weights_moved"  # 1 where a step changed one of a sample of the weights, else 0; of the first steps alone
-# Causes of equal rewards: a metric that lies between two values in all batches, and what to do.
+NUM_BATCHES = 3  # batches with equal rewards, or steps without gradients, before a warning
+NUM_STEPS = 10  # steps without a changed weight before a warning
+MOVED = "weights_moved"  # 1 if any sampled weight changed, else 0; recorded only for early steps
+# Causes of equal rewards: metric, lower and upper bound in every batch, remedy.
 _CAUSES = (
     ("truncated", 0.9, 1.0, "Nearly all answers are cut off: raise rollout.max_tokens"),
-    ("format", 0.0, 0.0, "No answer has the format that the reward reads. Start from a model after SFT on that format "
-     "(tiny-sft, or a run), or set prompt.template to one that it knows"),
-    ("accuracy", 0.0, 0.0, "No answer is right. Take easier problems, a model after SFT, or a larger "
-     "rollout.group_size; read some with `posttrain generate`"),
-    ("accuracy", 1.0, 1.0, "Every answer is right: take harder problems"),
+    ("format", 0.0, 0.0, "Answers never match the reward's format. Start from a model after SFT on this format "
+     "(tiny-sft, or your run), or choose a matching prompt.template"),
+    ("accuracy", 0.0, 0.0, "Accuracy is 0. Use easier problems, a model after SFT, or a larger "
+     "rollout.group_size; read some answers with `posttrain generate`"),
+    ("accuracy", 1.0, 1.0, "Accuracy is 1: use harder problems"),
 )  # fmt: skip
 _OTHER_CAUSE = (
-    "Every answer of a group earned the same (mean reward {reward:.3f}). Raise rollout.temperature or "
+    "Rewards are equal within each group (mean reward {reward:.3f}). Raise rollout.temperature or "
     "rollout.group_size, or check the reward"
 )
 
 
 def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
-    """Return by metric why a run does not learn, with likely causes and remedies; empty for a run that may learn.
+    """Explain why a run does not learn, with likely causes and remedies by metric. Empty if no problem is found.
 
-    ``uniform_groups``: in the first three batches no group differed in reward. ``grad_norm``: the gradient of the
-    first three steps was 0. ``weights_moved``: no weight moved in the first ten steps. Of several, which have one
-    cause, the first.
+    ``uniform_groups``: every group had equal rewards throughout the first three batches. ``grad_norm``: zero
+    gradients for three steps. ``weights_moved``: unchanged weights after ten steps. If several apply, only the first
+    is reported, since they share a cause.
     """
     steps = [row.metrics for row in rows if not is_evaluation(row)]
     batches = [metrics for metrics in steps if "uniform_groups" in metrics][:NUM_BATCHES]
-    # all rewards of a group are equal, and no other answer gives them an advantage
+    # rewards are equal within every group, and advantages are equal across answers
     is_uniform = [one["uniform_groups"] == 1.0 and one.get("advantage_std", 1.0) == 0.0 for one in batches]
     if len(batches) == NUM_BATCHES and all(is_uniform):
         cause = _OTHER_CAUSE
@@ -316,16 +317,16 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
                 cause = text
                 break
         cause = cause.format(**batches[-1])
-        what = f"in the first {NUM_BATCHES} batches no group of answers differed in reward, so nothing can be learned"
+        what = f"in the first {NUM_BATCHES} batches rewards were equal within every group, so nothing can be learned"
         return {"uniform_groups": f"{what}. {cause}"}
     if len(steps) >= NUM_BATCHES and all(metrics.get("grad_norm") == 0.0 for metrics in steps[:NUM_BATCHES]):
-        cause = "No token was trained: look at the rows with `posttrain data show`, and at rollout.select"
+        cause = "No tokens were trained: check your rows with `posttrain data show`, and check rollout.select"
         if any(metrics.get("trained_tokens") for metrics in steps[:NUM_BATCHES]):
-            cause = "Check that the weights of objective and rewards are not 0, and that answers differ"
+            cause = "Check that objective and reward weights are nonzero, and that answers differ"
         return {"grad_norm": f"the gradient of the first {NUM_BATCHES} steps is 0. {cause}"}
     moved = [metrics[MOVED] for metrics in steps[:NUM_STEPS] if MOVED in metrics]
     if len(moved) == NUM_STEPS and not any(moved):
         rate = max(metrics.get("lr", 0.0) for metrics in steps[:NUM_STEPS])
-        cause = "is too small for the dtype of the weights: raise train.lr, or set model.dtype fp32"
+        cause = "is too small for this weight dtype: raise train.lr, or set model.dtype fp32"
         return {MOVED: f"no weight has moved in {NUM_STEPS} steps. The learning rate of {rate:g} {cause}"}
     return {}

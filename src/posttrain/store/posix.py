@@ -1,4 +1,4 @@
-"""Calls and flags that POSIX systems have, with substitutes where they are missing (Windows)."""
+"""POSIX calls and flags, with substitutes for Windows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import signal
 from contextlib import suppress
 
-# Flags of ``os.open``; 0 has no effect.
+# Flags for ``os.open``; 0 means unsupported.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-DIRECTORY: int | None = getattr(os, "O_DIRECTORY", None)  # None: a folder cannot be opened
-SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends a process at once for either
+DIRECTORY: int | None = getattr(os, "O_DIRECTORY", None)  # None: cannot open folders
+SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows, SIGTERM also terminates immediately
 
 
 def memory_bytes() -> int | None:
-    """Return the memory of the machine, None where the system does not report it."""
+    """Total physical memory in bytes; None if unknown."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
 
 
 def read_at(descriptor: int, count: int, start: int) -> bytes:
-    """Read from a place of an open file."""
+    """Read ``count`` bytes starting at offset ``start``."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, count, start)
     os.lseek(descriptor, start, os.SEEK_SET)
@@ -28,7 +28,7 @@ def read_at(descriptor: int, count: int, start: int) -> bytes:
 
 
 def kill_group(pid: int) -> None:
-    """End a process at once, and its process group where there are such; nothing where it is gone."""
+    """Kill a process, with its process group if supported. Ignores processes that already ended."""
     with suppress(ProcessLookupError):
         if hasattr(os, "killpg"):
             os.killpg(pid, SIGKILL)
@@ -37,13 +37,13 @@ def kill_group(pid: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine has this number; True where that cannot be asked."""
-    if not hasattr(os, "killpg"):  # Windows, where a signal 0 would be Ctrl-C
+    """Check if a local process with this id exists. Always True on Windows, which offers no safe check."""
+    if not hasattr(os, "killpg"):  # on Windows, signal 0 would send Ctrl-C
         return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # belongs to another user
         pass
     return True

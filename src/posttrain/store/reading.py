@@ -1,7 +1,7 @@
-"""Reading the small files of a run, which may be damaged or from an untrusted source.
+"""Safe reading of small run files, which may be damaged or untrusted.
 
-The result is plain: mappings, lists, text, finite numbers, of bounded size and depth. Anything else is a ``DataError``
-with the file and the reason, so that one run cannot keep the others from being listed.
+Returns plain data: mappings, lists, strings and finite numbers, limited in size and depth. Anything else raises
+``DataError`` with path and reason, so that listing continues with other runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.untrusted import describe_fault
 
 Kind = TypeVar("Kind")
 MAX_RECORD_BYTES = 1 << 24
-_MAX_YAML_BYTES = 1 << 20  # a megabyte takes a second
+_MAX_YAML_BYTES = 1 << 20  # parsing a megabyte takes about a second
 _MAX_DEPTH = 100
 _MAX_VALUES = 1_000_000
 _MAX_WHOLE_NUMBER = 1 << 128
@@ -32,11 +32,11 @@ _MAX_WHOLE_NUMBER = 1 << 128
 
 @contextmanager
 def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; a pipe or a device is not waited for.
+    """Open a regular file for reading, without blocking on pipes or devices.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: no file, a link that leads out of its folder, too large, or not readable.
+        FileNotFoundError: ``path`` does not exist.
+        DataError: not a regular file, a link leading outside its folder, too large, or unreadable.
     """
     refuse_link_out(path)
     try:
@@ -49,27 +49,27 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
             yield file
     except FileNotFoundError:
         raise
-    except IsADirectoryError:  # or a pipe, or a device
-        raise DataError(path, "damaged: this is no file; move it away") from None
+    except IsADirectoryError:  # or a pipe or device
+        raise DataError(path, "damaged: not a regular file; move it away") from None
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from None
 
 
 def refuse_link_out(path: Path) -> None:
-    """Refuse a file that is a link to another folder: what lies there is no part of the run, and is not shown.
+    """Refuse links to other folders, since their targets do not belong to this run.
 
     Raises:
-        DataError: it is one.
+        DataError: ``path`` is such a link.
     """
     if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
-        raise DataError(path, "this is a link to another folder; put the file itself in its place (cp -L)")
+        raise DataError(path, "this is a link to another folder; replace the link with a copy (cp -L)")
 
 
 def read_text_file(path: Path) -> str:
-    """Return the text of a file of at most a megabyte that is only shown; bytes that are no text show as such.
+    """Read text for display, at most one megabyte. Invalid UTF-8 bytes are replaced.
 
     Raises:
-        DataError: see ``open_record``; or there is none.
+        DataError: missing, or refused by ``open_record``.
     """
     try:
         return read_record(path, _MAX_YAML_BYTES).decode(errors="replace")
@@ -78,25 +78,25 @@ def read_text_file(path: Path) -> str:
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
-    """Return the content of a file; see ``open_record``."""
+    """Read bytes through ``open_record``."""
     with open_record(path, max_bytes) as file:
         return file.read(max_bytes)
 
 
 def read_yaml_file(path: Path) -> Any:
-    """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``).
+    """Load plain YAML data with recipe rules (``strict_yaml``).
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: see ``open_record``; or it is damaged.
+        FileNotFoundError: ``path`` does not exist.
+        DataError: damaged, or refused by ``open_record``.
     """
     return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name)[0], _MAX_YAML_BYTES)
 
 
 def read_declared(path: Path, kind: type[Kind]) -> Kind:
-    """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
+    """Load a dataclass from JSON with strict field types, ignoring unknown keys.
 
-    Raises as ``read_yaml_file``.
+    Raises the same errors as ``read_yaml_file``.
     """
     content = json.dumps(_parse(path, json.loads, MAX_RECORD_BYTES))
     try:
@@ -116,7 +116,7 @@ def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> object:
 
 
 def _check_plain(value: object) -> None:
-    """Raise ``ValueError`` for what JSON or a terminal cannot hold, and for too much of it."""
+    """Raise ``ValueError`` for data that JSON or terminals cannot represent, or that exceeds limits."""
     open_values: list[tuple[object, int]] = [(value, 0)]
     count = 0
     while open_values:
@@ -131,10 +131,10 @@ def _check_plain(value: object) -> None:
             raise ValueError(f"nested deeper than {_MAX_DEPTH}, or more than {_MAX_VALUES:,} values")
         open_values += [(one, depth + 1) for one in inner]
         if isinstance(item, str):
-            item.encode()  # half of a surrogate pair is no text
+            item.encode()  # rejects lone surrogates
         elif isinstance(item, float) and not math.isfinite(item):
-            raise ValueError(f"{item} where a number is expected")
+            raise ValueError(f"{item} instead of a finite number")
         elif isinstance(item, int) and abs(item) > _MAX_WHOLE_NUMBER:
             raise ValueError("a whole number above 2^128")
         elif not isinstance(item, dict | list | str | float | int | None):
-            raise ValueError(f"a {type(item).__name__} ({item}) where text or a number is expected")
+            raise ValueError(f"a {type(item).__name__} ({item}) instead of plain data")

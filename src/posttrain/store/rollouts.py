@@ -1,7 +1,7 @@
-"""``rollouts.db``: every completion that was sampled, with its rewards.
+"""``rollouts.db``: all sampled completions with rewards.
 
-SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit. The file may be
-from an untrusted source: nothing in it can run, and reading it has limits.
+SQLite in WAL mode. Rows depend only on the recipe, not on time, so runs can be compared bit for bit. Databases may be
+untrusted: they cannot execute anything, and reading is limited.
 """
 
 from __future__ import annotations
@@ -37,28 +37,26 @@ from posttrain.store.schema import (
 from posttrain.store.updates import RecordedUpdate, pack_update, unpack_update
 from posttrain.types import Call, Example, KeptSets, Rollout, Turn
 
-NUM_PENDING = 32  # records of updates that wait for the next commit, which waits for the disk
+NUM_PENDING = 32  # update records buffered before a commit, since each commit syncs to disk
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
-# A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
+# Lines resembling the arrows added by ``show_turns``, after any line separator.
 _BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 _ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """One row of ``rollouts.db``.
+    """One row of ``rollouts.db``. Fields not described here match ``Rollout``.
 
-    ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
-    ``mean_sampler_logprob`` is the mean over the tokens that the model wrote (None where there are none).
-    ``extracted`` and ``outcome``: the answer that was graded and the grader's verdict. ``token_ids`` are those of the
-    prompt and, the last ``num_tokens`` of them, of the completion as sampled. ``version``: number of updates of the
-    weights that sampled. Of a completion with an environment, ``own`` marks the tokens that the model wrote (None:
-    all), ``turns`` are its turns, and ``failures`` the reasons why the environment failed; ``completion`` is then
-    the last turn. ``sampler_logprobs``: one for each token of the completion; None in files before version 7. ``kept``:
-    the sets of tokens that they are over, where sampling was truncated and an objective followed it.
-    ``skipped``, ``is_scored`` and ``extra`` are as in ``Rollout``.
-    ``evaluation`` names the evaluation that sampled it; None for a training rollout.
+    ``id``: row number within its table, from 1. ``parts``: unweighted rewards by name. ``extracted``, ``outcome``:
+    graded answer and verdict. ``token_ids``: prompt, then ``num_tokens`` completion tokens as sampled. ``version``:
+    number of updates applied to the sampling weights. ``own``: True for sampled tokens, False for environment output;
+    None means all sampled. ``turns``: conversation turns, if an environment was used; ``completion`` is then the last
+    turn. ``failures``: reasons for environment failures. ``sampler_logprobs``: one per completion token; None before
+    schema version 7 and for evaluations. ``mean_sampler_logprob``: mean over sampled tokens; None without any.
+    ``kept``: token sets after truncation, if an objective renormalizes over them. ``evaluation``: evaluation name;
+    None for training rollouts.
     """
 
     id: int
@@ -92,21 +90,21 @@ class RecordedRollout:
 
     @property
     def num_own(self) -> int:
-        """Number of tokens that the model wrote."""
+        """Number of sampled tokens."""
         if self.own is None:
             return self.num_tokens
         return sum(self.own)
 
     @property
     def transcript(self) -> str:
-        """The completion for a reader: each of several turns, with the results of its calls below it."""
+        """Completion as readable text, including turns and tool results."""
         return show_turns(self.turns, self.failures) or self.completion
 
 
 def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
-    """Turns for a reader, each with the results of its calls and its reward below; empty for one turn without calls.
+    """Format turns as readable text with tool results and rewards. Empty for a single turn without calls.
 
-    Arrows at the start of a line of the model or a tool get a backslash, since those are the record's own.
+    Arrows at line starts in model or tool output are escaped with a backslash, to distinguish them from added arrows.
     """
     if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
         return ""
@@ -127,7 +125,7 @@ def _quote(text: str) -> str:
 
 
 def spans_of(own: Sequence[bool]) -> list[int]:
-    """Return the lengths of alternating runs of tokens, those that the model wrote first (0 if it did not begin)."""
+    """Run-length encode ``own``: alternating span lengths, starting with sampled tokens (0 if none come first)."""
     spans = [len(list(run)) for _, run in groupby(own)]
     if own and own[0]:
         return spans
@@ -135,7 +133,7 @@ def spans_of(own: Sequence[bool]) -> list[int]:
 
 
 def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """Return turns as plain data."""
+    """Convert turns to plain data."""
     rows = []
     for turn in turns:
         calls = []
@@ -149,10 +147,10 @@ def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
 
 
 def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
-    """Return the turns that ``write_turns`` wrote.
+    """Restore turns from ``write_turns`` data.
 
     Raises:
-        KeyError, TypeError, ValueError: something else.
+        KeyError, TypeError, ValueError: invalid data.
     """
     turns = []
     for row in rows:
@@ -161,10 +159,10 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
         for call in calls:
             texts += [getattr(call, f.name) for f in fields(Call)]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a turn holds something else than text")
+            raise ValueError("a turn contains non-text values")
         reward = row.get("reward")
         if reward is not None and (not isinstance(reward, float) or not math.isfinite(reward)):
-            raise ValueError("the reward of a turn is no finite number")
+            raise ValueError("a turn's reward is not a finite number")
         turns.append(Turn(row["text"], calls, reward))
     return tuple(turns)
 
@@ -175,7 +173,7 @@ def _read_call(stored: Mapping[str, Any]) -> Call:
 
 
 def prompt_text(example: Example) -> str:
-    """Return the prompt for a reader: the message, or all of them with their roles."""
+    """Format a prompt for display: a single message, or several with roles."""
     texts = [f"{message.role}: {message.content}" for message in example.messages]
     if len(texts) != 1:
         return "\n\n".join(texts)
@@ -183,16 +181,16 @@ def prompt_text(example: Example) -> str:
 
 
 class RolloutStore:
-    """The rollouts of one run.
+    """Rollout database for one run.
 
     Args:
-        path: the file; created if missing.
-        about: facts about the run that travel with the file (seed, recipe fingerprint).
-        read_only: read a file that another process may be writing.
+        path: database path; created if missing.
+        about: run facts stored in the database (seed, recipe fingerprint).
+        read_only: allow another process to keep writing.
 
     Raises:
-        DataError: no such file (read only), not a rollout database, or one of another version.
-        StorageError: the disk is full or not writable.
+        DataError: missing (read only), not a rollout database, or an unsupported version.
+        StorageError: disk full or not writable.
     """
 
     def __init__(self, path: str | Path, *, about: Mapping[str, str] | None = None, read_only: bool = False) -> None:
@@ -200,11 +198,11 @@ class RolloutStore:
         self.read_only = read_only
         self._opened = ExitStack()
         self._writer: sqlite3.Connection | None = None
-        self._columns: Columns = {}  # of the file that the writer writes to
+        self._columns: Columns = {}  # schema of the writer's database
         self._pending: list[RecordedUpdate] = []
         is_new = not self.path.exists()
         if read_only and is_new:
-            raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
+            raise DataError(self.path, "no such rollout database; training creates it once rollouts are sampled")
         with sqlite_errors(self.path), connect(self.path, read_only=read_only) as db:
             columns = check_schema(db, self.path)
             if read_only and not columns:
@@ -215,7 +213,7 @@ class RolloutStore:
                 sync_folder(self.path.parent)
 
     def _prepare(self, db: sqlite3.Connection, about: Mapping[str, str]) -> None:
-        """Bring the tables up to date, if no other process was faster, and write ``about``."""
+        """Migrate tables unless another process already did, then write ``about``."""
         db.execute("PRAGMA journal_mode = WAL")
         with transaction(db):
             bring_up_to_date(db, self.path)
@@ -223,9 +221,9 @@ class RolloutStore:
             db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(facts.items()))
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
-        """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
+        """Write rollouts in one transaction, as training or, if ``evaluation`` is given, evaluation rollouts.
 
-        They outlive a killed process and a power cut: a commit waits for the disk.
+        Each commit syncs to disk, so rollouts survive kills and power cuts.
         """
         assert not self.read_only, "opened for reading"
         if not rollouts:
@@ -245,9 +243,9 @@ class RolloutStore:
             db.executemany(insertion(table, self._columns[table]), rows)
 
     def record_update(self, update: RecordedUpdate) -> None:
-        """Keep the record of an update; it is written with the next rollouts, by ``flush``, or after ``NUM_PENDING``.
+        """Buffer an update record until more rollouts arrive, ``flush`` is called, or ``NUM_PENDING`` is reached.
 
-        A run that is killed repeats the updates after its last checkpoint, before which ``flush`` is called.
+        Buffered records may be lost in a kill: every checkpoint flushes first, and resuming repeats later updates.
         """
         assert not self.read_only, "opened for reading"
         self._pending.append(update)
@@ -255,14 +253,14 @@ class RolloutStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write the records of updates that wait."""
+        """Write buffered update records."""
         if self._pending:
             with self._writing():
                 pass
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Yield the writer inside a transaction, which has the waiting records of updates, too."""
+        """Yield a writer within a transaction that also writes buffered update records."""
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
@@ -274,7 +272,7 @@ class RolloutStore:
         self._pending.clear()
 
     def close(self) -> None:
-        """Close the file. The store can be read afterwards, and recorded to again."""
+        """Close all connections. Reading and recording remain possible, and reopen them."""
         try:
             self.flush()
         finally:
@@ -293,13 +291,14 @@ class RolloutStore:
         except PosttrainError as failure:
             if error is None:
                 raise
-            if failure is not error:  # the first error is the one to show
+            if failure is not error:  # raise the original error
                 error.add_note(str(failure))
 
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
-        """Delete rollouts with ``step > after_step``, and those of evaluations of some steps; returns how many.
+        """Delete rollouts and updates with ``step > after_step``, and evaluations at ``unevaluated`` steps.
 
-        ``after_step=-1`` also deletes the evaluation before the first step. All are deleted, or after an error none.
+        ``after_step=-1`` also deletes evaluations before training. Runs as one transaction. Returns the number
+        deleted.
         """
         assert not self.read_only, "opened for reading"
         self.flush()
@@ -312,29 +311,29 @@ class RolloutStore:
             return num_deleted
 
     def training(self, step: int | None = None, **options: Any) -> list[RecordedRollout]:
-        """Return training rollouts in the order in which they were recorded.
+        """Select training rollouts in recording order.
 
         Args:
-            step: of this step alone.
-            options: ``text`` that prompt or completion contains (case counts), ``limit`` of their number, and
-                ``newest_first`` for the opposite order (before ``limit``).
+            step: only this step.
+            options: ``text`` to find in prompts or completions (case-sensitive), ``limit`` for the number of rows, and
+                ``newest_first``, applied before ``limit``.
         """
         return self._select("rollouts", {"step": step}, **options)
 
     def evaluations(self, name: str | None = None, step: int | None = None, **options: Any) -> list[RecordedRollout]:
-        """Return evaluation rollouts, of the evaluation ``name`` or of all; otherwise as ``training``."""
+        """Select evaluation rollouts, optionally by ``name``; otherwise like ``training``."""
         return self._select("evaluation_rollouts", {"step": step, "evaluation": name}, **options)
 
     def count_training(self) -> dict[int, int]:
-        """Return the number of training rollouts by step."""
+        """Count training rollouts by step."""
         with self._connection() as db:
             counts = dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
         if not all(isinstance(step, int) for step in counts):
-            raise DataError(self.path, "damaged: a step is no whole number; move it away")
+            raise DataError(self.path, "damaged: a step is not an integer; move it away")
         return counts
 
     def about(self, key: str) -> str | None:
-        """Return a fact about the run that travels with the file."""
+        """Look up a stored run fact, or None."""
         with self._connection() as db:
             row = db.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
         if row is None:
@@ -342,17 +341,17 @@ class RolloutStore:
         return str(row[0])
 
     def updates(self, since: int = 0) -> list[RecordedUpdate]:
-        """Return the records of updates from step ``since`` on, in order; none in files before version 7."""
+        """List update records from step ``since`` in order; empty before schema version 7."""
         return self._updates("WHERE step >= ? ORDER BY id", (since,))
 
     def last_update(self) -> RecordedUpdate | None:
-        """Return the record of the last update, if there is one."""
+        """Load the most recent update record, or None."""
         for update in self._updates("ORDER BY id DESC LIMIT 1", ()):
             return update
         return None
 
     def count_updates(self) -> tuple[int, dict[str, list[int]]]:
-        """Return the number of records of updates, and by balance the steps that violate it."""
+        """Count update records, and list violating steps by balance."""
         self.flush()
         with self._connection() as db:
             (count,) = db.execute("SELECT COUNT(*) FROM updates").fetchone()
@@ -360,13 +359,13 @@ class RolloutStore:
         steps: dict[str, list[int]] = {}
         for step, violated in rows:
             if not isinstance(step, int) or not isinstance(violated, str):
-                raise DataError(self.path, "damaged: a record of an update is no text; move it away")
+                raise DataError(self.path, "damaged: an update's record is not text; move it away")
             for name in violated.split(","):
                 steps.setdefault(name, []).append(step)
         return count, steps
 
     def epochs_of_prompts(self) -> dict[int, tuple[int, int]]:
-        """Return by index the last pass over the prompts in which each was sampled, and the last step."""
+        """Map each prompt index to its latest epoch and step."""
         with self._connection() as db:
             rows = db.execute(
                 "SELECT prompt_index, MAX(epoch), MAX(step) FROM rollouts GROUP BY prompt_index"
@@ -384,17 +383,18 @@ class RolloutStore:
         for row in rows:
             kinds = (int, str, str, bytes)
             if not all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True)):
-                raise DataError(self.path, "damaged: a record of an update is of another kind; move it away")
+                raise DataError(self.path, "damaged: an update's record has the wrong type; move it away")
             try:
                 found.append(unpack_update(*row))
             except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
                 raise DataError(
-                    self.path, f"damaged: the record of update {row[0]} ({type(error).__name__}: {error}); move it away"
+                    self.path,
+                    f"damaged: update record at step {row[0]} ({type(error).__name__}: {error}); move it away",
                 ) from None
         return found
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:
-        """Return the number of rows of steps up to ``up_to_step``, by table."""
+        """Count rows by table, up to and including ``up_to_step``."""
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
             counts = {}
@@ -444,7 +444,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
     example = rollout.example
     completion = rollout.completion
     for name, value in {**rollout.parts, "reward": rollout.reward}.items():
-        if not math.isfinite(value):  # SQLite would take NaN for a missing value
+        if not math.isfinite(value):  # SQLite stores NaN as NULL
             raise RewardFailure(
                 f"reward {name!r}, example {example.id!r}, step {rollout.step}: it is {value}, which is not finite; "
                 "have the reward function return a number there"
@@ -494,7 +494,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
 
 
 def _write_notes(rollout: Rollout) -> str | None:
-    """Return what rewards said of an answer besides numbers, or None."""
+    """Serialize non-numeric reward output, or None if there is no such output."""
     notes: dict[str, object] = {}
     if rollout.skipped:
         notes["skipped"] = rollout.skipped
@@ -508,10 +508,10 @@ def _write_notes(rollout: Rollout) -> str | None:
 
 
 def _read_notes(text: str | None) -> dict[str, Any]:
-    """Return the fields that ``_write_notes`` wrote.
+    """Parse ``_write_notes`` output.
 
     Raises:
-        ValueError: something else.
+        ValueError: invalid data.
     """
     if text is None:
         return {}
@@ -521,12 +521,12 @@ def _read_notes(text: str | None) -> dict[str, Any]:
     is_scored = notes.get("is_scored", True)
     is_plain = isinstance(skipped, list) and all(isinstance(name, str) for name in skipped)
     if not is_plain or not isinstance(extra, dict) or not isinstance(is_scored, bool):
-        raise ValueError("the notes of its rewards are of another kind")
+        raise ValueError("reward notes have the wrong type")
     return {"skipped": tuple(skipped), "is_scored": is_scored, "extra": extra}
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
-    """Check the types in a row of a file that may be untrusted: SQLite keeps any type in any column."""
+    """Validate value types and build a record. SQLite allows any type in any column, so untrusted files need this."""
     for name, kind in {"id": "INTEGER", **TABLES[table]}.items():
         value = row[name]
         expected = _KINDS[kind.split()[0]]
@@ -548,7 +548,7 @@ def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
         if failures is not None:
             row["failures"] = tuple(json.loads(failures))
         if not all(isinstance(failure, str) for failure in row["failures"]):
-            raise ValueError("a failure is no text")
+            raise ValueError("a failure is not text")
         row |= _read_notes(row.pop("notes"))
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
@@ -560,7 +560,7 @@ def _own_of(packed: bytes | None, ids: Sequence[int], num_tokens: int) -> tuple[
         return None
     spans = _unpack_ids(packed)
     if min(spans, default=0) < 0 or not len(ids) >= sum(spans) == num_tokens:
-        raise ValueError("the spans of its turns are not those of its tokens")
+        raise ValueError("turn spans do not match token counts")
     own: list[bool] = []
     for place, length in enumerate(spans):
         own += [place % 2 == 0] * length
@@ -573,7 +573,7 @@ def _kept_of(packed: bytes | None, num_tokens: int) -> KeptSets | None:
     numbers = _unpack_ids(packed)
     counts, ids = numbers[:num_tokens], numbers[num_tokens:]
     if len(counts) != num_tokens or min(counts, default=0) < 0 or sum(counts) != len(ids):
-        raise ValueError("the sets that were kept are not those of its tokens")
+        raise ValueError("kept sets do not match token counts")
     return KeptSets.of_counts(ids, counts)
 
 
@@ -591,10 +591,10 @@ def _pack_floats(values: Sequence[float]) -> bytes:
 
 def _unpack_floats(packed: bytes, number: int) -> tuple[float, ...]:
     if len(packed) != 4 * number:
-        raise ValueError("its log-probabilities are not those of its tokens")
+        raise ValueError("log-probabilities do not match token counts")
     return struct.unpack(f"<{number}f", packed)
 
 
 def _storable(text: str) -> str:
-    """``text`` with lone surrogates (which UTF-8 cannot hold) written as escapes."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()

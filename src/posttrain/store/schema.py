@@ -1,8 +1,8 @@
-"""The tables of ``rollouts.db``, and what opens a file of another version.
+"""Schema of ``rollouts.db`` and migrations between versions.
 
-A column that is added later may be NULL or has a DEFAULT. Then older files need no more: reading takes the default for
-their rows, and a resumed run adds the column. A column that is taken away is left where it is in older files. Any other
-change raises ``SCHEMA_VERSION`` and has an entry in ``MIGRATIONS``.
+Added columns must be nullable or have a DEFAULT. Older files then need no migration: reading substitutes defaults, and
+resuming adds missing columns. Removed columns remain in older files. Any other change must increase ``SCHEMA_VERSION``
+and add an entry to ``MIGRATIONS``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from posttrain import __version__
 from posttrain.errors import DataError
 
 SCHEMA_VERSION = 7  # PRAGMA user_version
-# SQL that makes a file of version n one of version n + 1, by n. Files older than these are refused.
+# SQL migrating version n to n + 1, keyed by n. Versions before the smallest key are refused.
 MIGRATIONS: dict[int, tuple[str, ...]] = {
     6: (
         "CREATE TABLE updates (\n    id INTEGER PRIMARY KEY,\n    step INTEGER NOT NULL,\n    violated TEXT NOT NULL,"
         "\n    facts TEXT NOT NULL,\n    rows BLOB NOT NULL\n)",
     ),
 }
-# token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
-# several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
-# sampler_logprobs: one for each token of the completion (float32), of training rollouts. kept_sets: where these are
-# over the sets that truncation kept, the size of each set, then the ids of all (int32). notes: JSON of what rewards
-# said besides numbers (``skipped``, ``is_scored``, ``extra``).
+# token_ids: prompt, then completion (little-endian int32). version: number of updates applied to the sampling weights.
+# spans: alternating span lengths of sampled and environment tokens (int32). turns, failures: JSON. sampler_logprobs:
+# float32 per completion token, only for training rollouts. kept_sets: sizes of kept token sets, then all token ids
+# (int32). notes: non-numeric reward output as JSON (``skipped``, ``is_scored``, ``extra``).
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",
@@ -56,7 +55,7 @@ COLUMNS = {
     "kept_sets": "BLOB",
 }
 TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
-# Records of updates (``updates.py``): numbers and columns; violated: names of balances, separated by commas.
+# Update records (``updates.py``): numbers and columns. violated: comma-separated balance names.
 UPDATES = {"step": "INTEGER NOT NULL", "violated": "TEXT NOT NULL", "facts": "TEXT NOT NULL", "rows": "BLOB NOT NULL"}
 ABOUT = "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 INDEXES = {
@@ -64,9 +63,9 @@ INDEXES = {
     "evaluation_rollouts_by_step": "evaluation_rollouts (evaluation, step)",
     "updates_by_step": "updates (step)",
 }
-# Written by SQLite's ANALYZE: numbers for its planner.
+# Query planner statistics written by ANALYZE.
 _STATISTICS = {"CREATE TABLE sqlite_stat1(tbl,idx,stat)", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"}
-# Statements of tables and indexes in which nothing is computed: plain columns, literal defaults.
+# Allowed statements: plain columns and literal defaults, without expressions.
 _NAME = r'"?([a-z][a-z0-9_]*)"?'
 _TABLE = re.compile(rf"CREATE TABLE {_NAME} \((.*)\)", re.DOTALL)
 _COLUMN = re.compile(
@@ -75,22 +74,22 @@ _COLUMN = re.compile(
 _INDEX = re.compile(rf"CREATE INDEX {_NAME} ON {_NAME} \({_NAME}(?:, {_NAME})*\)")
 _EMPTY = {"INTEGER": "0", "REAL": "0.0", "TEXT": "''", "BLOB": "x''"}
 _VERSION = re.compile(r"[0-9A-Za-z.+]{1,40}")
-Columns = Mapping[str, Mapping[str, str]]  # by table, the kind of each column that a file has
+Columns = Mapping[str, Mapping[str, str]]  # column types by table
 
 
 def all_tables() -> dict[str, Mapping[str, str]]:
-    """Return the columns of every table, but ``id``."""
+    """Map every table to its columns, except ``id``."""
     return {**TABLES, "updates": UPDATES}
 
 
 def check_schema(db: sqlite3.Connection, path: Path) -> Columns:
-    """Return the columns of a file's tables, none of an empty file; nothing in it can run.
+    """Validate a database schema and return its columns by table; empty for a new database.
 
-    A view, a trigger, a generated column, a CHECK or an index over an expression would be evaluated when the file is
-    read or written, and an untrusted source may have put it there.
+    Views, triggers, generated columns, CHECK constraints and expression indexes would run code supplied by an
+    untrusted source whenever the database is read or written, so they are refused.
 
     Raises:
-        DataError: a file of a later version, of one before 0.2.0, or with something else in it.
+        DataError: written by a later version or before 0.2.0, or contains anything unexpected.
     """
     with _one_state(db):
         version = version_of(db)
@@ -129,7 +128,7 @@ def _refuse_version(path: Path, age: str, version: str) -> None:
 
 
 def _writer_of(db: sqlite3.Connection, statements: list[tuple[str, str, str]]) -> str:
-    """Return the version that wrote the file last, for a message; empty if the file does not say it."""
+    """Format which version last wrote this database, for messages; empty if unknown."""
     if not any(sql == ABOUT for sql, _, _ in statements):
         return ""
     row = db.execute("SELECT value FROM about WHERE key = 'posttrain'").fetchone()
@@ -139,7 +138,7 @@ def _writer_of(db: sqlite3.Connection, statements: list[tuple[str, str, str]]) -
 
 
 def _columns_of(sql: str) -> dict[str, str] | None:
-    """Return the kinds of the columns of one of our tables; None for any other statement."""
+    """Parse column types from a known CREATE TABLE statement; None for other statements."""
     table = _TABLE.fullmatch(sql)
     if table is None or table[1] not in all_tables():
         return None
@@ -153,7 +152,7 @@ def _columns_of(sql: str) -> dict[str, str] | None:
 
 
 def _is_whole(columns: Columns) -> bool:
-    """Return whether every table is there, with the columns that have no default."""
+    """Check if all tables and required columns exist."""
     for table, wanted in all_tables().items():
         there = columns.get(table, {})
         if "id" not in there or any(default_of(kind) is None for name, kind in wanted.items() if name not in there):
@@ -162,7 +161,7 @@ def _is_whole(columns: Columns) -> bool:
 
 
 def default_of(kind: str) -> str | None:
-    """Return as SQL what a row has that does not set the column; None if each row must set it."""
+    """SQL default for a column omitted from an INSERT; None if every row must set it."""
     _, _, default = kind.partition(" DEFAULT ")
     if default:
         return default
@@ -172,7 +171,7 @@ def default_of(kind: str) -> str | None:
 
 
 def selection(table: str, there: Mapping[str, str]) -> str:
-    """Return what to select for the columns of a table: the default for those that the file does not have."""
+    """Build a SELECT list, substituting defaults for missing columns."""
     words = ["id"]
     for name, kind in all_tables()[table].items():
         if name in there:
@@ -183,7 +182,7 @@ def selection(table: str, there: Mapping[str, str]) -> str:
 
 
 def insertion(table: str, there: Mapping[str, str]) -> str:
-    """Return the statement that adds a row; columns that this version does not write are left empty."""
+    """Build an INSERT statement, filling unknown required columns with empty values."""
     values = {name: f":{name}" for name in all_tables()[table]}
     for name, kind in there.items():
         if name != "id" and name not in values and default_of(kind) is None:
@@ -193,17 +192,17 @@ def insertion(table: str, there: Mapping[str, str]) -> str:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """Return the schema version of a file; 0 of an empty one."""
+    """Read the schema version; 0 for a new database."""
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def bring_up_to_date(db: sqlite3.Connection, path: Path) -> Columns:
-    """Create the tables of an empty file, or change those of an earlier version; return the columns.
+    """Create tables in a new database, or migrate older ones. Returns columns by table.
 
-    Called in a transaction, and after ``check_schema``.
+    Call this in a transaction after ``check_schema``.
 
     Raises:
-        DataError: as ``check_schema``.
+        DataError: see ``check_schema``.
     """
     version = version_of(db)
     if version == 0:
@@ -234,7 +233,7 @@ def _create(db: sqlite3.Connection) -> None:
 
 @contextmanager
 def _one_state(db: sqlite3.Connection) -> Iterator[None]:
-    """Answer all questions of the block from one state, even while another process writes."""
+    """Run all queries in the block against one snapshot, even while another process writes."""
     if db.in_transaction:
         yield
         return

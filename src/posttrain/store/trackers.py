@@ -1,6 +1,6 @@
-"""Trackers: the lines of ``metrics.jsonl``, shown by TensorBoard or Weights & Biases as well (others: ``tracking/``).
+"""Trackers: mirror ``metrics.jsonl`` to TensorBoard or Weights & Biases. Others are in ``tracking/``.
 
-Only disk failures stop training; a tracker that cannot reach its server is left out. The only module that imports wandb
+If a tracker loses its server, training continues without it; disk errors stop training. Only this module imports wandb
 and tensorboard.
 """
 
@@ -24,9 +24,9 @@ WANDB_MODES = ("offline", "online", "disabled")
 
 @register("tracker")
 def tensorboard(run: TrackedRun) -> Tracker:
-    """TensorBoard event files in the folder ``tensorboard`` of the run: ``tensorboard --logdir runs``.
+    """TensorBoard event files in the run's ``tensorboard`` folder; view with ``tensorboard --logdir runs``.
 
-    Scalars under the names of ``metrics.jsonl`` (times under ``timing/``), rounded to fp32 by the format.
+    Scalars use the names in ``metrics.jsonl`` (times under ``timing/``), rounded to fp32 by the event format.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -49,7 +49,7 @@ class _TensorBoard:
         with storage_errors("events for TensorBoard", self.folder):
             for name, value in _flat(row).items():
                 self._writer.add_scalar(name, value, row.step)
-            self._writer.flush()  # so that a killed process leaves all steps up to its last checkpoint
+            self._writer.flush()  # keeps all steps before a kill
 
     def close(self) -> None:
         with storage_errors("events for TensorBoard", self.folder):
@@ -65,22 +65,22 @@ def wandb(
     group: str | None = None,
     mode: Literal["offline", "online", "disabled"] | None = None,
 ) -> Tracker:
-    """Weights & Biases: each line of ``metrics.jsonl`` is a row of the history, over ``step``.
+    """Weights & Biases: logs each line of ``metrics.jsonl`` as a history row over ``step``.
 
-    ``offline``, nothing leaves this machine: ``wandb sync runs/NAME/wandb/offline-run-*`` uploads it later. The run's
-    id is kept in its folder. A resumed run continues the one on the server, which leaves out the rows that it has;
-    offline, whose format cannot be continued, all rows are written again and the older files removed. Its files are in
-    the run's folder, or below ``WANDB_DIR``.
+    In ``offline`` mode nothing leaves this machine; upload later with ``wandb sync runs/NAME/wandb/offline-run-*``.
+    The W&B run id is stored in the run's folder. Resuming online continues the server's run, which ignores known
+    rows. Offline runs cannot be continued, so resuming rewrites all rows and deletes older offline files. Files are
+    stored in the run's folder, or below ``WANDB_DIR``.
 
     Args:
-        project: on the server; by default ``WANDB_PROJECT``, else ``posttrain``.
-        entity: owner of the project; by default ``WANDB_ENTITY``, else the account's own.
-        group: of runs that belong together.
-        mode: ``online`` uploads while training. By default ``WANDB_MODE``; else ``online`` with ``WANDB_API_KEY``,
-            ``offline`` without.
+        project: W&B project; defaults to ``WANDB_PROJECT``, then ``posttrain``.
+        entity: project owner; defaults to ``WANDB_ENTITY``, then your account.
+        group: groups related runs.
+        mode: ``online`` uploads while training. Defaults to ``WANDB_MODE``, then ``online`` if ``WANDB_API_KEY`` is
+            set, else ``offline``.
 
     Raises:
-        UsageError: ``WANDB_MODE`` is none of these.
+        UsageError: invalid ``WANDB_MODE``.
     """
     try:
         import wandb as library
@@ -127,7 +127,7 @@ class _WeightsAndBiases:
         for row in kept:
             self.log(row)
         if self._session is not None and self._session.settings.mode == "offline":
-            for stale in before:  # uploaded after the new one, it would replace it
+            for stale in before:  # if uploaded later, it would replace the new run
                 shutil.rmtree(stale, ignore_errors=True)
 
     def log(self, row: MetricsRow) -> None:
@@ -157,16 +157,16 @@ class _WeightsAndBiases:
         self._session.define_metric("*", step_metric="step")
 
     def _attempt(self, trouble: str, act: Callable[[], None]) -> None:
-        """Call a function of W&B; where it fails, W&B is left out with a notice, and training goes on."""
+        """Call W&B; if it fails, notify and continue training without W&B."""
         try:
             act()
-        except Exception as error:  # W&B's own errors have no class in common
+        except Exception as error:  # W&B errors have no common base class
             package = type(error).__module__.partition(".")[0]
             if not isinstance(error, OSError) and package != "wandb":
                 raise
             self._session = None
             reason = f"{first_line(error)}; WANDB_MODE=offline needs no server"
-            self.run.notify(f"track: wandb {trouble} ({reason}); training goes on, metrics.jsonl has everything")
+            self.run.notify(f"track: wandb {trouble} ({reason}); training continues, metrics.jsonl has everything")
 
 
 def _flat(row: MetricsRow) -> dict[str, float]:

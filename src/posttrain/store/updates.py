@@ -1,7 +1,7 @@
-"""The records of updates in ``rollouts.db``: numbers of the update, and columns over its rows.
+"""Update records in ``rollouts.db``: numbers per update, and columns with one entry per row.
 
-Columns are packed as little-endian uint16 or int32 (``WHOLE``), or float32; ``columns`` of the facts says which. A file
-may be from an untrusted source: sizes are checked before anything is unpacked.
+Columns are packed as little-endian uint16 or int32 (``WHOLE``) or float32; ``columns`` in ``facts`` names each format.
+Databases may be untrusted, so sizes are checked before unpacking.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WHOLE = ("answers", "tokens", "places", "computed")
-SIZES = {"H": 2, "i": 4, "f": 4}  # bytes of a number, by its kind
+SIZES = {"H": 2, "i": 4, "f": 4}  # bytes per number, by struct format
 COLUMN_NAMES = (
     *WHOLE,
     "weight",
@@ -31,10 +31,14 @@ Columns = Mapping[str, Sequence[int] | Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class RecordedUpdate:
-    """One row of the table ``updates``.
+    """One row of the ``updates`` table.
 
-    update: its number within its batch, from 0. measured: numbers by name. violated: the balances that did not hold.
-    rows: columns over the rows of the update, by name; one that is not there was 0 or unknown.
+    Attributes:
+        step: training step.
+        update: index within the batch, from 0.
+        measured: numbers by name.
+        violated: names of violated balances.
+        rows: columns by name, with one entry per row. Missing columns are zero or unknown.
     """
 
     step: int
@@ -45,7 +49,7 @@ class RecordedUpdate:
 
 
 def pack_update(record: RecordedUpdate) -> dict[str, object]:
-    """Return the columns of a row of the table."""
+    """Pack an update into table columns."""
     kinds = {name: _kind_of(name, values) for name, values in record.rows.items()}
     packed = [struct.pack(f"<{len(values)}{kinds[name]}", *values) for name, values in record.rows.items()]
     facts = {"update": record.update, "measured": dict(record.measured), "columns": kinds}
@@ -58,7 +62,7 @@ def pack_update(record: RecordedUpdate) -> dict[str, object]:
 
 
 def _kind_of(name: str, values: Sequence[int] | Sequence[float]) -> str:
-    """The smallest kind of number that holds a column, as ``struct`` names it."""
+    """Choose the smallest struct format for a column."""
     if name not in WHOLE:
         return "f"
     if max(values, default=0) < 1 << 16 and min(values, default=0) >= 0:
@@ -67,10 +71,10 @@ def _kind_of(name: str, values: Sequence[int] | Sequence[float]) -> str:
 
 
 def unpack_update(step: int, violated: str, facts: str, rows: bytes) -> RecordedUpdate:
-    """Return what ``pack_update`` wrote.
+    """Unpack ``pack_update`` output.
 
     Raises:
-        ValueError, TypeError, KeyError, struct.error: something else.
+        ValueError, TypeError, KeyError, struct.error: invalid data.
     """
     stored = json.loads(facts)
     kinds = {str(name): str(kind) for name, kind in stored["columns"].items()}
@@ -87,6 +91,6 @@ def unpack_update(step: int, violated: str, facts: str, rows: bytes) -> Recorded
         start += count * SIZES[kind]
     measured = {str(name): float(value) for name, value in stored["measured"].items()}
     if not all(math.isfinite(value) for value in measured.values()):
-        raise ValueError("a number that is not finite")
+        raise ValueError("non-finite number")
     names_of_checks = tuple(name for name in violated.split(",") if name)
     return RecordedUpdate(step, int(stored["update"]), measured, names_of_checks, columns)
