@@ -152,7 +152,7 @@ def train(
     on_checkpoint: Callables | None = None,
     **keys: object,
 ) -> Run:
-    """Train from a recipe, like ``posttrain train``. Curves and report are written at the end.
+    """Train from a recipe, like ``posttrain train``, write curves and report, and return the run.
 
     Args:
         recipe: a name listed by ``posttrain recipes``, a YAML file, or a mapping (``{"extends": "tiny/grpo", ...}``).
@@ -169,11 +169,7 @@ def train(
             run. ``on_evaluation`` and ``on_checkpoint`` work the same way.
         keys: recipe keys. ``lr=1e-5`` works if only one section has this key. Otherwise write
             ``rollout__max_tokens=96`` or ``rollout={"max_tokens": 96}``. A function can replace a component:
-            ``objective=mine``. A ``LoraConfig`` (``peft_config=``) and TRL training arguments (``args=``) are
-            accepted.
-
-    Returns:
-        The finished or stopped run.
+            ``objective=mine``. ``peft_config=LoraConfig(...)`` and TRL's ``args=`` are translated.
 
     Raises:
         UsageError: an invalid recipe or argument; nothing was changed.
