@@ -229,8 +229,8 @@ CONVERSATIONS: dict[str, Rows] = {
 }
 REFUSALS = (
     "cannot render the roles",  # the template says what it does not take
-    "does not show the",  # it takes lists of parts, as a processor with images gives them
-    "otherwise than behind its prompt",  # the prompt opens a block of thinking that the turn does not have
+    "must show each",  # it takes lists of parts, as a processor with images gives them
+    "differently than after its prompt",  # the prompt opens a block of thinking that the turn does not have
 )
 
 

@@ -49,7 +49,8 @@ GENERATORS = (
 REMEDY = re.compile(
     r"\b(should|must|give|choose|known|needs?|needed|there (is|are)|there:|did you mean|write|use|at least|at most|"
     r"set|import|makes one|try|no such|leave|expected|run it with|lists|invalid choice|unrecognized|instead|required|"
-    r"has no|takes|holds|save|get it again|download|wait|name|train it with|is no|lower|drop|work on|means?|says)\b"
+    r"has no|takes|holds|save|download|wait|remove|replace|rename|merge|keep|add|check|available|supported|requires?|"
+    r"name|train it with|is no|lower|drop|work on|means?|says)\b"
 )
 
 

@@ -22,7 +22,7 @@ GOLD = {"problem": "What is 1+1?", "answer": "2"}
 @pytest.mark.parametrize(
     ("task", "line", "message"),
     [
-        ("jsonl", f'{{"prompt": "?", "answer": {MANY}}}', "a number of 400 digits; give .* shorter numbers"),
+        ("jsonl", f'{{"prompt": "?", "answer": {MANY}}}', "a number of 400 digits; use shorter numbers"),
         ("jsonl", f'{{"prompt": "?", "answer": -{MANY}}}', "a number of 401 digits"),
         ("aime24", f'{{"problem": "?", "answer": {MANY}}}', "a number of 400 digits"),
         (
@@ -30,8 +30,8 @@ GOLD = {"problem": "What is 1+1?", "answer": "2"}
             f'{{"prompt": "?", "chosen": "a", "rejected": "b", "score_chosen": {MANY}}}',
             "a number of 400 digits",
         ),
-        ("jsonl", '{"prompt": "?", "answer": "2", "answer": "3"}', "the key 'answer' stands twice in an object"),
-        ("jsonl", '{"messages": [{"role": "user", "role": "system", "content": "?"}]}', "the key 'role' stands twice"),
+        ("jsonl", '{"prompt": "?", "answer": "2", "answer": "3"}', "duplicate key 'answer' in an object"),
+        ("jsonl", '{"messages": [{"role": "user", "role": "system", "content": "?"}]}', "duplicate key 'role'"),
     ],
 )
 def test_a_row_that_cannot_be_used(
@@ -57,7 +57,7 @@ def test_a_line_without_an_end(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     rows = read_file(tmp_path / name)
     assert [next(rows).line, next(rows).line] == [1, 2]
-    with pytest.raises(DataError, match=rf"{name}:3: a line of more than 1 MiB; write one object to a line"):
+    with pytest.raises(DataError, match=rf"{name}:3: a line of more than 1 MiB; write one object per line"):
         next(rows)
 
 

@@ -17,7 +17,7 @@ from posttrain.types import Example
 SAMPLE = ("complex_arithmetic", "game_of_life_halting", "coin_flip", "chain_sum", "gcd",
     pytest.param("boxnet", marks=pytest.mark.slow), "prime_factorization",
           "letter_counting", "spell_backward", "propositional_logic")  # fmt: skip
-KEYS = ("Use another data set",)
+KEYS = ("Use a different dataset",)
 ALWAYS = ("0", "1", "-1", "nan", "inf", "yes", "no", "True", "False", "A", "B", "0 or 1", "yes or no", "True or False")
 MOST_OFTEN = 0.6  # a constant may be right as often as the likeliest gold, or so often, and no more
 

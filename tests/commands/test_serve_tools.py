@@ -202,7 +202,7 @@ def calling(arguments: str) -> dict[str, Any]:
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT, QUESTION[0]]}, "messages", "message 4"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT, SAID]}, "messages", "from message 4"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT, SAID, *QUESTION, *QUESTION]}, "messages", "from message 6"),
-        ({"messages": [QUESTION[0] | {"tool_calls": [CALLED]}]}, "messages", "only a message"),
+        ({"messages": [QUESTION[0] | {"tool_calls": [CALLED]}]}, "messages", "only assistant messages"),
         ({"messages": [*QUESTION, calling("[1"), TOOL_RESULT]}, "messages", "tool_calls"),
         ({"messages": [QUESTION[0] | {"wieght": 1}]}, "messages", "'wieght'"),
         ({"messages": [*QUESTION, SAID | {"weight": 0}]}, "messages", "nothing is trained"),

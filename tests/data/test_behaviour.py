@@ -65,7 +65,7 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "a", "kind": "harmfull"}, "'kind' must be one of harmful, benign; got.*Did you mean 'harmful'"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "kind": "benign"}, "ends with the assistant's"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "kind": "benign"}, "ends with an assistant"),
     ],
 )
 def test_rows_that_cannot_be_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:

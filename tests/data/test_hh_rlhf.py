@@ -63,16 +63,16 @@ def test_what_is_dropped(tmp_path: Path) -> None:
     task = hh_rlhf(path=path, split="test")
     assert [example.id for example in task.examples] == ["hh_rlhf/test/1", "hh_rlhf/test/11"]
     expected = {
-        "'chosen' and 'rejected' part before their last turn": 2,
-        "the dialogue does not end with the assistant's turn": 2,
-        "'chosen' and 'rejected' are the same": 1,
-        "a blank turn": 2,
-        "the dialogue begins with the assistant's turn": 1,
-        "the text does not begin with a turn ('Human:' or 'Assistant:')": 1,
+        "'chosen' and 'rejected' differ before their last turn": 2,
+        "last turn is not the assistant's": 2,
+        "'chosen' and 'rejected' are identical": 1,
+        "blank turn": 2,
+        "first turn is the assistant's": 1,
+        "does not begin with a turn ('Human:' or 'Assistant:')": 1,
     }
     assert task.dropped == expected
     stripped = hh_rlhf(path=path, split="test", strip_thinking=True)
-    assert stripped.dropped == expected | {"'chosen' and 'rejected' are the same": 2}
+    assert stripped.dropped == expected | {"'chosen' and 'rejected' are identical": 2}
 
 
 def test_subsets_of_a_file(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def files(tmp_path: Path, num_train: int, num_test: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sizes", "share", "expected", "dropped"),
     [
-        ((70, 50), 0.3, (70, 30), {"test prompts left out to keep task.test_share": 20}),
+        ((70, 50), 0.3, (70, 30), {"test prompts beyond task.test_share": 20}),
         ((70, 30), 0.3, (70, 30), {}),
-        ((70, 15), 0.3, (35, 15), {"training prompts left out to keep task.test_share": 35}),
-        ((10, 50), 0.3, (10, 4), {"test prompts left out to keep task.test_share": 46}),
+        ((70, 15), 0.3, (35, 15), {"training prompts beyond task.test_share": 35}),
+        ((10, 50), 0.3, (10, 4), {"test prompts beyond task.test_share": 46}),
         ((20, 20), 0.5, (20, 20), {}),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_test_prompt_that_begins_as_a_held_out_dialogue_does_is_left_out(tmp_p
     given["test_path"] = write_rows(tmp_path / "more.jsonl", [*(pair(f"test {i}") for i in range(10)), *longer])
     task = hh_rlhf(**given, test_share=0.3)
     assert {e.messages[0].content for e in task.examples}.isdisjoint(held_out)
-    assert task.dropped["test prompts that begin as a held-out dialogue does"] == len(held_out) > 0
+    assert task.dropped["test prompts beginning like a held-out dialogue"] == len(held_out) > 0
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_real_rows() -> None:
         "test": 1075,
     }
     assert tasks["train"].dropped == {
-        "'chosen' and 'rejected' part before their last turn": 16,
-        "the dialogue does not end with the assistant's turn": 2,
-        "a blank turn": 1,
+        "'chosen' and 'rejected' differ before their last turn": 16,
+        "last turn is not the assistant's": 2,
+        "blank turn": 1,
     }
     first = [{e.messages[0].content for e in task.examples} for task in tasks.values()]
     assert not first[0] & first[1]
@@ -221,7 +221,7 @@ def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_cou
         assert not hashes[0] & hashes[1]
         assert sum(len(part.examples) for part in parts) == len(whole.examples)
         assert all(len(part.examples) > 0.25 * len(whole.examples) for part in parts)
-        assert [part.dropped["of the other half"] for part in parts] == [len(p.examples) for p in parts[::-1]]
+        assert [part.dropped["in the other half"] for part in parts] == [len(p.examples) for p in parts[::-1]]
 
 
 def output(*turns: tuple[str, str]) -> tuple[Message, ...]:
@@ -253,7 +253,7 @@ def test_turns_of_one_role_become_one_message() -> None:
     turns = output(("H", "a"), ("H", "b"), ("A", "c"), ("A", ""), ("A", "d"), ("H", "e"))
     assert merge_turns(turns) == output(("H", "a\n\nb"), ("A", "c\n\nd"), ("H", "e"))
     assert merge_turns(output(("H", ""), ("H", "a"))) == output(("H", "a"))
-    with refuses(Dropped, "a blank turn"):
+    with refuses(Dropped, "blank turn"):
         merge_turns(output(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))
 
 
@@ -279,6 +279,6 @@ def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: 
     if answer:
         assert answer_text(text, strip_thinking=True) == answer
         return
-    reason = "a <think> that never closes" if answer is None else "an answer of nothing but thinking"
+    reason = "unclosed <think>" if answer is None else "response contains only thinking"
     with pytest.raises(Dropped, match=f"^{reason}$"):
         answer_text(text, strip_thinking=True)

@@ -63,7 +63,7 @@ def test_jsonl_rows_of_verl_have_the_ground_truth_as_answer(tmp_path: Path) -> N
     other = {"prompt": "1+1?", "response": "2", "reward_model": {"name": "armorm"}}
     (carried,) = jsonl(path=write_rows(tmp_path / "y.jsonl", [other]), split="all").examples
     assert (carried.answer, carried.meta) == (None, {"reward_model": {"name": "armorm"}})
-    with refuses(DataError, "has 'ground_truth' twice"):
+    with refuses(DataError, "duplicate 'ground_truth'"):
         jsonl(path=write_rows(tmp_path / "z.jsonl", [row | {"ground_truth": "3"}]), split="all")
 
 
@@ -89,13 +89,13 @@ def test_jsonl_rows_of_text_alone_are_read_and_parted_by_their_text(tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"messages": [*chat(("user", "q"), ("assistant", "bad"))], "label": False}, "a judged answer"),
-        ({"prompt": "q", "response": "bad", "label": False}, "a judged answer"),
-        ({"instruction": "q", "output": "bad", "kto_tag": False}, "a judged answer"),
+        ({"messages": [*chat(("user", "q"), ("assistant", "bad"))], "label": False}, "a scored response"),
+        ({"prompt": "q", "response": "bad", "label": False}, "a scored response"),
+        ({"instruction": "q", "output": "bad", "kto_tag": False}, "a scored response"),
         ({"instruction": "Answer.", "question": "1+1?", "answer": "2"}, "'instruction'"),
-        ({"prompt": "[{'role': 'user', 'content': 'q'}]", "completion": "2"}, "Python prints them"),
+        ({"prompt": "[{'role': 'user', 'content': 'q'}]", "completion": "2"}, "printed by Python"),
         ({"messages": chat(("user", "q"), ("assistant", "a"), ("assistant", "b"))}, "2 and 3"),
-        ({"messages": [{"role": "assistant", "content": None, "function_call": {}}]}, "not 'function_call'"),
+        ({"messages": [{"role": "assistant", "content": None, "function_call": {}}]}, "instead of 'function_call'"),
         ({"prompt": chat(("user", "q"), ("assistant", "a")), "completion": "b"}, "'prompt'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_jsonl_tool_calls_may_be_json_text(tmp_path: Path) -> None:
 
 def test_jsonl_pairs_name_the_task_that_reads_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
-    with refuses(DataError, "by task preferences"):
+    with refuses(DataError, "for pairs, task preferences"):
         jsonl(path=path, split="all")
 
 
@@ -155,14 +155,14 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "2"}, "the key 'prompt' is missing. There are: answer. Name the right one as task.prompt_key"),
+        ({"answer": "2"}, "the key 'prompt' is missing. Available: answer. Set task.prompt_key"),
         ({"promt": "q", "answer": "2"}, "the key 'prompt' is missing. Did you mean 'promt'"),
         ({"prompt": " ", "answer": "2"}, "'prompt' is empty"),
-        ({"prompt": "q"}, "the key 'answer' is missing. There are: prompt.*task.answer_key, or set it to \"\""),
+        ({"prompt": "q"}, "the key 'answer' is missing. Available: prompt.*task.answer_key, or set it to \"\""),
         ({"prompt": "q", "answer": None}, "'answer' must be text; got None"),
-        ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
-        ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
-        ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response': give one"),
+        ({"messages": chat(("assistant", "Hi"))}, "only an assistant message"),
+        ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and a final"),
+        ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response'; remove one"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -183,11 +183,11 @@ def test_only_correct_responses(tmp_path: Path) -> None:
     task = jsonl(path=path, split="all", grader="math", correct_only=True)
     assert [example.messages[0].content for example in task.examples] == ["a?", "c?"]
     assert task.dropped == {
-        "correct_only: a wrong answer": 2,
-        "correct_only: no response with a gold answer, so nothing to grade": 2,
+        "correct_only: incorrect answer": 2,
+        "correct_only: missing response or gold answer": 2,
     }
     by_number = jsonl(path=path, split="all", correct_only=True).dropped
-    assert by_number["correct_only: no answer in the response"] == 1, "numeric reads what the response marks, no more"
+    assert by_number["correct_only: no answer found"] == 1, "numeric reads what the response marks, no more"
     assert len(jsonl(path=path, split="all").examples) == 6
     with refuses(DataError, "correct_only"):
         jsonl(path=write_rows(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
@@ -339,13 +339,13 @@ def test_conversation_that_ends_with_a_call_demonstrates_it(tmp_path: Path) -> N
         ),
         (
             [*QUESTION, {**calling(), "tool_calls": [{"name": "f", "type": "retrieval"}]}, output("1"), ANSWER],
-            "functions are called",
+            "only function calls",
         ),
         (
             [*QUESTION, {**calling(), "tool_calls": [{**ONE, "id": "a"}, ONE]}, output("1"), output("2"), ANSWER],
             "message 4",
         ),
-        ([*QUESTION, {**calling(), "tool_calls": [{**ONE, "id": [1]}]}, output("1"), ANSWER], "ids of calls"),
+        ([*QUESTION, {**calling(), "tool_calls": [{**ONE, "id": [1]}]}, output("1"), ANSWER], "ids for calls"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], what: str) -> None:

@@ -66,7 +66,7 @@ def test_align(written: str, judged: str, pieces: list[str], labels: list[int]) 
     ("written", "judged", "reason"),
     [
         ("a", "a", "'input'"),
-        ("a ки b", "a + b", "behind the last"),
+        ("a ки b", "a + b", "after the last"),
         ("a ки b ки", "a +", "'input'"),
         ("a ки", "a + b +", "'input'"),
         ("a ки", "b +", "'input'"),
@@ -88,10 +88,10 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         tagged("q?", "<<1=1>>", signs="+", task="GSM8K"),
     ]
     assert math_shepherd(path=write_rows(tmp_path / "x.jsonl", rows), split="test").dropped == {
-        "'label' is not 'input' with signs for the step tags": 1,
-        "no 'Step 1:' behind the problem": 1,
-        "a blank problem": 1,
-        "a blank step": 2,
+        "'label' differs from 'input' in more than step tags": 1,
+        "missing 'Step 1:' after the problem": 1,
+        "blank problem": 1,
+        "blank step": 2,
     }
     with refuses(DataError, "y.jsonl:1", "'label'"):
         math_shepherd(path=write_rows(tmp_path / "y.jsonl", [{"input": "q? Step 1: a ки"}]))

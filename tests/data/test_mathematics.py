@@ -84,7 +84,7 @@ def test_math_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> 
     ]
     task = read("math", tmp_path, *rows)
     assert [e.id for e in task.examples] == ["math/test/1", "math/test/4"]
-    assert task.dropped == {"no answer and no \\boxed{} in the solution": 2}
+    assert task.dropped == {"neither an answer nor a \\boxed{} in the solution": 2}
     with refuses(DataError, "used: 1 ×"):
         read("math", tmp_path, rows[1])
 
@@ -146,7 +146,7 @@ P = {"problem": "p", "answer": "1"}
         ("math", {"answer": "1"}, "the key 'problem' is missing"),
         ("math", P | {"level": "hard"}, "'level' must be 1 to 5 .*; got 'hard'"),
         ("amc", P | {"answer": True}, "'answer' must be text"),
-        ("aime24", P | {"answer": ["1", "2"]}, "one answer is expected; got 2: 1, 2"),
+        ("aime24", P | {"answer": ["1", "2"]}, "expected a single answer; got 2: 1, 2"),
     ],
 )
 def test_bad_rows_are_refused_with_line_and_key(tmp_path: Path, task: str, row: dict[str, Any], message: str) -> None:

@@ -110,8 +110,8 @@ def test_parts_of_different_kinds_are_one_message() -> None:
     pairs = {"task": {"name": "stories", "responses": "pair"}, "name": "pairs"}
     steps = {"task": {"name": "stories", "responses": "steps"}, "name": "steps"}
     text = {"task": {"name": "stories", "style": "document"}, "name": "text"}
-    for other, kind in ((pairs, "pairs of answers"), (steps, "answers with labelled steps"), (text, "texts to read")):
-        with pytest.raises(UsageError, match=rf"of one kind.*\(stories: questions; {other['name']}: {kind}\)"):
+    for other, kind in ((pairs, "pairs"), (steps, "labeled steps"), (text, "raw text")):
+        with pytest.raises(UsageError, match=rf"same kind.*stories: questions; {other['name']}: {kind}\."):
             mix({"task": "stories"}, other)
 
 

@@ -125,7 +125,7 @@ def test_preferences_negative_margin_is_dropped(tmp_path: Path) -> None:
     pair = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
     task = read(tmp_path, pair | {"margin": 0.5}, pair | {"margin": -2}, task=preferences)
     assert [example.margin for example in task.examples] == [0.5]
-    assert task.dropped == {"'margin' is below 0, so the rejected answer is the better one": 1}
+    assert task.dropped == {"negative 'margin', so rejected would be better": 1}
 
 
 def test_csv_labels_as_pandas_writes_them_are_labels(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def test_answers_are_judged_by_the_graders_word(tmp_path: Path) -> None:
     assert second.responses == (Response("9", 1.0),)
     assert task.dropped == {
         "'response' is blank": 1,
-        "an answer that was not judged: the grader took too long": 1,
-        "an answer that was not judged: the grader died": 1,
-        "an answer that was not judged: nothing to grade against": 1,
-        "no answer was sampled (a prompt that did not fit)": 1,
+        "ungraded answer: grader timeout": 1,
+        "ungraded answer: grader crash": 1,
+        "ungraded answer: nothing to grade against": 1,
+        "nothing sampled (prompt too long)": 1,
     }
     named = judged_solutions(path=items_file(tmp_path), split="test", solution_key="text", verdict_key="ok")
     assert [e.responses for e in named.examples] == [e.responses for e in task.examples]
@@ -93,27 +93,27 @@ def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_question(tmp_path: Path)
         [("four", 1.0), ("6", 0.0)],
     ]
     assert task.dropped == {
-        "a blank answer": 1,
-        "a right answer without a wrong one to the same question": 2,
-        "an answer that was not judged: the grader took too long": 1,
-        "an answer that was not judged: the grader died": 1,
-        "an answer that was not judged: nothing to grade against": 1,
-        "no answer was sampled (a prompt that did not fit)": 1,
+        "blank answer": 1,
+        "correct answer without an incorrect counterpart": 2,
+        "ungraded answer: grader timeout": 1,
+        "ungraded answer: grader crash": 1,
+        "ungraded answer: nothing to grade against": 1,
+        "nothing sampled (prompt too long)": 1,
     }
 
 
 def test_items_without_a_pair_are_refused_with_the_reasons(tmp_path: Path) -> None:
     write_items([Item("a/1", 0, "q", "1", {}, (answered("2", "wrong"),))], tmp_path / "items.jsonl")
-    with refuses(DataError, "wrong answer without"):
+    with refuses(DataError, "incorrect answer without"):
         preferences(path=str(tmp_path / "items.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ({"a": 1}, "'samples' must be the list of answers"),
-        ([{"outcome": "right"}], "samples 1 has no 'text'"),
-        (["4"], "samples 1 has no 'text'"),
+        ({"a": 1}, "'samples' must be a list of answers"),
+        ([{"outcome": "right"}], "samples 1 lacks 'text'"),
+        (["4"], "samples 1 lacks 'text'"),
         ([{"text": "4", "outcome": "good"}], "samples 1: 'outcome' must be one of right, wrong"),
         ([{"text": "4", "outcome": ["right"]}], "samples 1: 'outcome' must be one of right, wrong"),
     ],

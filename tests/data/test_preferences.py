@@ -129,9 +129,9 @@ def test_scores_give_margins(read: Read, better: str, worse: str) -> None:
     )
     assert [[r.score for r in e.responses] for e in task.examples] == [[8.5, -2.0]]
     assert task.dropped == {
-        "chosen and rejected have the same score": 1,
+        "chosen and rejected have equal scores": 1,
         "chosen has a lower score than rejected": 1,
-        f"{worse!r} is missing, and every row needs a score": 2,
+        f"{worse!r} is missing, but every row requires a score": 2,
     }
 
 
@@ -156,32 +156,32 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
     )
     assert len(task.examples) == 1
     assert task.dropped == {
-        "'chosen' and 'rejected' are the same": 1,
+        "'chosen' and 'rejected' are identical": 1,
         "'rejected' is blank": 2,
         "'rejected' is missing": 1,
         "'prompt' is missing": 3,
         "'prompt' is blank": 1,
-        "'chosen' has a blank message": 1,
-        "a row of another layout than the first": 1,
-        "'chosen' and 'rejected' part before their last message": 2,
-        "'prompt' is not what the conversations begin with": 1,
+        "'chosen' contains a blank message": 1,
+        "layout differs from the first row": 1,
+        "'chosen' and 'rejected' differ before their last message": 2,
+        "'prompt' differs from the conversations' beginning": 1,
     }
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (PAIR | {"chosen": 2}, "must both be text, or both lists"),
-        (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
-        ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
+        (PAIR | {"chosen": 2}, "must both be text, or both message"),
+        (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with an assistant message"),
+        ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with an assistant message"),
         (
             {"chosen": turns("a", "b") + output("c"), "rejected": turns("a", "b") + output("d")},
-            "both the assistant's",
+            "both from the assistant",
         ),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": 1, "score_rejected": float("nan")}, "'score_rejected' must be a finite number"),
-        (STEPS | {"labels": [1]}, "2 'completions' and 1 'labels'"),
-        (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. For −1, 0 and 1 set task.num_classes to 3"),
+        (STEPS | {"labels": [1]}, "2 'completions' but 1 'labels'"),
+        (STEPS | {"labels": [1, -1]}, "'labels' 2 must be .* got -1. To use −1, 0 and 1, set task.num_classes to 3"),
         (STEPS | {"completions": "one two"}, "'completions' must be a list"),
         (STEPS | {"completions": ["a", 3]}, "'completions 2' must be text"),
     ],
@@ -250,9 +250,9 @@ def test_judged_conversations(read: Read) -> None:
     assert (first.responses, second.responses) == ((Response("2", 0.0),), (Response("2", 1.0),))
     assert second.messages == QUESTION
     assert task.dropped == {
-        "'messages' does not end with the assistant's message, which 'label' would be about": 1,
-        "'messages' holds nothing but the assistant's message": 1,
-        "'messages' has a blank message": 1,
+        "'messages' must end with the assistant message to label": 1,
+        "'messages' contains only an assistant message": 1,
+        "'messages' contains a blank message": 1,
         "'messages' is blank": 1,
         "'label' is missing": 1,
     }
@@ -264,13 +264,13 @@ def test_a_rating_is_read_as_a_score(read: Read, key: str, answer: dict[str, Any
     rows = [answer | {key: 7}, answer | {key: 1.5}, answer | {key: None}]
     task = read(rows)
     assert [e.responses for e in task.examples] == [(Response("2", 7.0),), (Response("2", 1.5),)]
-    assert task.dropped == {f"{key!r} is missing, and every row needs a score": 1}
+    assert task.dropped == {f"{key!r} is missing, but every row requires a score": 1}
 
 
 def test_a_completion_may_be_the_conversation(read: Read) -> None:
     task = read([JUDGED | {"completion": turns("1+1?", "2")}, JUDGED | {"completion": turns("a", "b")}])
     assert [(e.messages, e.responses) for e in task.examples] == [(QUESTION, (Response("2", 1.0),))]
-    assert task.dropped == {"'prompt' is not what the conversations begin with": 1}
+    assert task.dropped == {"'prompt' differs from the conversations' beginning": 1}
     with refuses(DataError, "rows.jsonl:1", "'completion'"):
         read([JUDGED | {"completion": turns("a")}])
 
@@ -316,8 +316,8 @@ def test_steps_that_cannot_be_used_are_counted(read: Read) -> None:
     )
     assert len(task.examples) == 1
     assert task.dropped == {
-        "a blank step": 1,
-        "a step without a label": 1,
+        "blank step": 1,
+        "step without label": 1,
         "'completions' is empty": 1,
         "'labels' is missing": 1,
     }
@@ -329,13 +329,13 @@ def test_steps_that_cannot_be_used_are_counted(read: Read) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "q", "answer": "a"}, r"no known layout. It has the keys question, answer\..*prompt, chosen"),
-        ({"prompt": "q", "choosen": "a", "rejected": "b"}, "no known layout.*Did you mean 'chosen'"),
-        (PAIR | JUDGED, r"more than one layout \(pair, judged\)"),
+        ({"question": "q", "answer": "a"}, r"unknown layout. The row's keys are question, answer\..*prompt, chosen"),
+        ({"prompt": "q", "choosen": "a", "rejected": "b"}, "unknown layout.*Did you mean 'chosen'"),
+        (PAIR | JUDGED, r"ambiguous layout \(pair, judged\)"),
     ],
 )
 def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: the row is of {message}"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {message}"):
         read([row])
 
 
@@ -396,7 +396,7 @@ def test_ultrafeedback_both_forms_of_a_row(tmp_path: Path) -> None:
 def test_ultrafeedback_real_rows() -> None:
     for split, kept, ties in (("train", 811, 99), ("test", 172, 24)):
         task = ultrafeedback(path=real_file(f"ultrafeedback/{split}"), split="test")
-        assert (len(task.examples), task.dropped) == (kept, {"chosen and rejected have the same score": ties})
+        assert (len(task.examples), task.dropped) == (kept, {"chosen and rejected have equal scores": ties})
         margins = [example.responses[0].score - example.responses[1].score for example in task.examples]
         assert min(margins) == 0.5  # the scores are halves
 

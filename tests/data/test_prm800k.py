@@ -70,7 +70,7 @@ def test_a_solution_and_the_candidates_next_to_it(tmp_path: Path) -> None:
     assert example.responses[3] == Response("a\ny", 0.0, ("a", "\ny"), (None, 0))
     assert example.meta == {"first_error": 3, "finish": "found_error"}
     assert example.answer is None
-    assert task.dropped == {"a candidate step without a rating": 1}
+    assert task.dropped == {"candidate step without rating": 1}
     assert task.keys["question", "read"] == task.keys["label", "read"] == 1
     with refuses(UsageError, "num_classes"):
         read(tmp_path, [TREE], num_classes=3, neutral="good")
@@ -103,10 +103,10 @@ def test_a_step_that_was_rated_before_has_no_label_again(tmp_path: Path) -> None
     assert paths(task.examples[1]) == [("a b", (None, 1)), ("a x", (None, 0))]
     assert task.examples[1].meta == {"first_error": None, "finish": "solution"}
     assert task.dropped == {
-        "a candidate step without a rating": 1,
-        "a candidate step that was rated before": 5,  # a, x, the second b, y behind a, and a once more
-        "a candidate step that was rated before, with another rating": 1,  # a2
-        "a solution that adds no rated step": 1,
+        "candidate step without rating": 1,
+        "previously rated candidate step": 5,  # a, x, the second b, y behind a, and a once more
+        "previously rated candidate step, with a different rating": 1,  # a2
+        "solution without newly rated steps": 1,
     }
     # another problem's steps are other steps
     other = published(step(rated("a", 1), chosen=0), question={"problem": "Other?"})
@@ -128,8 +128,8 @@ def test_the_end_of_a_solution(tmp_path: Path) -> None:
     behind = published(step(rated("a", -1)), step(rated("b", 1), rated("c", 1), chosen=0))
     task = read(tmp_path, [behind])
     assert paths(task.examples[0]) == [("a", (0,))]
-    assert task.dropped == {"a candidate step behind one that nothing goes on from": 2}
-    with refuses(DataError, "a quality-control solution"):
+    assert task.dropped == {"candidate step after the solution's last step": 2}
+    with refuses(DataError, "quality control solution"):
         read(tmp_path, [published(is_quality_control_question=True)])
 
 
@@ -157,11 +157,11 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "q", "completions": []}, "'question' must be an object, as in the published files; got None"),
+        ({"prompt": "q", "completions": []}, "'question' must be an object, like in the published files; got None"),
         (published(step(rated("a", 2), chosen=0)), "'rating' must be −1, 0, 1 or null; got 2"),
-        (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1 of 1 completions"),
-        (published(step("a", chosen=0)), "step 1: a completion must be an object"),  # type: ignore[arg-type]
-        (published(label={"steps": 3}), "'label' needs 'steps', a list"),
+        (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1, but 'completions' has length 1"),
+        (published(step("a", chosen=0)), "step 1: completions must be objects"),  # type: ignore[arg-type]
+        (published(label={"steps": 3}), "'label' must contain a list 'steps'"),
         (published("a"), "'label.steps' 1 must be an object"),  # type: ignore[arg-type]
         (published(step(rated(5, 1), chosen=0)), "'step 1' must be text"),  # type: ignore[arg-type]
     ],
@@ -186,11 +186,11 @@ def test_solutions_that_are_left_out(tmp_path: Path) -> None:
     assert [example.id for example in task.examples] == ["prm800k/test/1", "prm800k/test/6"]
     assert paths(task.examples[1]) == [("b", (1,))]
     assert task.dropped == {
-        "a quality-control solution, given to every labeller": 1,
-        "a screening solution, given to every labeller": 1,
-        "a problem that the labeller found broken": 1,
-        "a blank step": 1,
-        "a candidate step without a rating": 1,
+        "quality control solution, shown to every labeler": 1,
+        "screening solution, shown to every labeler": 1,
+        "problem reported as broken by the labeler": 1,
+        "blank step": 1,
+        "candidate step without rating": 1,
     }
 
 
@@ -207,7 +207,7 @@ def check_every_step_is_learnt_once(examples: Sequence[Example]) -> None:
 @needs_data
 def test_real_rows() -> None:
     task = prm800k(path=real_file("prm_format_samples/prm800k"), split="test")
-    assert task.dropped["a screening solution, given to every labeller"] == 1
+    assert task.dropped["screening solution, shown to every labeler"] == 1
     assert len(task.examples) == 5
     assert {"first_error": 6, "finish": "found_error"} in [example.meta for example in task.examples]
     check_every_step_is_learnt_once(task.examples)
@@ -218,9 +218,9 @@ def test_real_rows_of_single_steps() -> None:
     task = prm800k(path=real_file("prm800k/phase1_test"), split="test")
     assert len(task.examples) == 78
     assert task.dropped == {
-        "a solution that adds no rated step": 5,
-        "a candidate step without a rating": 64,
-        "a candidate step that was rated before": 215,
+        "solution without newly rated steps": 5,
+        "candidate step without rating": 64,
+        "previously rated candidate step": 215,
     }
     labels = Counter(label for e in task.examples for r in e.responses for label in r.step_labels)
     # 1,759 + 663 + 1,552 rated rows, less those that repeat another
@@ -239,7 +239,7 @@ def test_real_rows_of_both_layouts_agree() -> None:
     files = [real_file(f"prm800k/{name}") for name in ("phase1_test", "phase1_train_plus")]
     by_rows = [example for path in files for example in prm800k(path=path, split="test").examples]
     raw = prm800k(path=real_file("prm_format_samples/prm800k"), split="test")
-    assert raw.dropped["a screening solution, given to every labeller"] == 1
+    assert raw.dropped["screening solution, shown to every labeler"] == 1
     found = [(example, other) for example in raw.examples for other in by_rows if other.messages == example.messages]
     assert len(found) == 4
     for example, other in found:

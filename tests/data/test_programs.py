@@ -65,8 +65,8 @@ def test_a_row_of_mbpp(tmp_path: Path) -> None:
     path = write(tmp_path, MBPP, MBPP | {"task_id": 11}, MBPP | {"task_id": 602, "test_list": ["assert other(1)"]})
     task = mbpp(path=path)
     (example,) = task.examples
-    other = "of another split than train (task_id 601 to 974)"
-    assert task.dropped == {other: 1, "tests call no function of the solution": 1}
+    other = "not in split train (task_id 601 to 974)"
+    assert task.dropped == {other: 1, "tests call no solution function": 1}
     assert example.messages[0].content == (
         "Write a function that finds the shared elements.\nYour program should pass this test:\n\n"
         "```python\nassert set(shared((1, 2), (2, 3))) == {2}\n```"

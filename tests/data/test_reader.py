@@ -74,7 +74,7 @@ def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> No
     held_out = build_task(held_out_task(word))
     assert held_out.examples == jsonl(path=path, split="validation").examples
     assert len(held_out.examples) > 10
-    with refuses(RecipeError, "names no held-out"):
+    with refuses(RecipeError, "defines no held-out"):
         held_out_task(Component(name="refusals"))
     stories = held_out_task(Component(name="stories", size=64, seed=3))
     assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
@@ -120,7 +120,7 @@ def test_files_are_looked_for_by_name_in_the_folder_of_data(tmp_path: Path, monk
 
 def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
-    with refuses(DataNotThere, "gsm8k (licence: MIT)", "by: curl"):
+    with refuses(DataNotThere, "gsm8k (license: MIT)", "example: curl"):
         gsm8k(path=str(tmp_path / "nothere.jsonl"))
     with refuses(DataNotThere, "task.path"):
         build_task(Component(name="judged_solutions"))
@@ -221,11 +221,11 @@ def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -
     few, many, train = (jsonl(path=path, split=split, grader="exact") for split in ("validation", "test", "train"))
     n = len(few.examples)
     assert few.warnings == (
-        f"jsonl/validation: {n} of 1,000 rows, which split train leaves out; task.split all takes every row. A share "
-        f"of so few has a 95 % interval of up to ±{98 / (n + 3.84) ** 0.5:.0f} points: raise task.validation_share",
+        f"jsonl/validation: {n} of 1,000 rows, excluded from split train; task.split all uses every row. With so "
+        f"few rows, 95 % intervals reach ±{98 / (n + 3.84) ** 0.5:.0f} points: raise task.validation_share",
     )
     assert many.warnings == (
-        f"jsonl/test: {len(many.examples)} of 1,000 rows, which split train leaves out; task.split all takes every row",
+        f"jsonl/test: {len(many.examples)} of 1,000 rows, excluded from split train; task.split all uses every row",
     )
     assert train.warnings == ()
     low, high = wilson_interval(n / 2, n)

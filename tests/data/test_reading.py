@@ -75,7 +75,7 @@ def test_damaged_archives(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl.gz").write_bytes(b'{"a": "x"}\n')
     (tmp_path / "flip.jsonl.gz").write_bytes(whole[:40] + bytes([whole[40] ^ 255]) + whole[41:])
     for name in ("cut", "text", "flip"):
-        with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz:\d+: (the gzip file is damaged|not )"):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz:\d+: (damaged or truncated gzip|not )"):
             list(read_file(tmp_path / f"{name}.jsonl.gz"))
     (tmp_path / "no.parquet").write_bytes(b"no parquet at all")
     with refuses(DataError, "no.parquet"):
@@ -88,7 +88,7 @@ def test_wrong_paths(tmp_path: Path) -> None:
     for name, message in (
         ("trian.jsonl", "'train.jsonl'"),
         ("nowhere/train.jsonl", "no such file"),
-        ("", "folder; give one"),
+        ("", "this is a folder"),
         ("notes.txt", "jsonl.gz"),
     ):
         with refuses(DataError, message):
@@ -155,7 +155,7 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ]
     assert request == [("some/set", "a/part.jsonl", "dataset")]
     for name in ("no/entry", "no/network"):
-        with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
+        with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*to a local file"):
             list(read_file(f"hf:{name}/x.jsonl"))
 
 

@@ -81,7 +81,7 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
     held = split_of_question("1 + 1?")
     other = "test" if held != "test" else "train"
     assert examples_on_demand("same", held, 1, same, lambda _: same)[0].answer == "2"
-    with refuses(UsageError, "few distinct questions", "split of its"):
+    with refuses(UsageError, "few distinct questions", f"{other} split"):
         examples_on_demand("same", other, 1, same, lambda _: same)[0]  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_a_scorer_that_raises_is_an_outcome() -> None:
 def test_reasoning_gym_scorers_that_cannot_be_trusted_are_refused_by_name() -> None:
     assert len(REFUSED) == 20
     for dataset, reason in REFUSED.items():
-        with pytest.raises(UsageError, match=re.escape(f"the scorer of {dataset} {reason}. Use another data set")):
+        with pytest.raises(UsageError, match=re.escape(f"the {dataset} scorer {reason}. Use a different dataset")):
             reasoning_gym(dataset=dataset, size=1)
 
 

@@ -132,7 +132,7 @@ def test_rows_of_cs336_are_trained_as_they_are(tmp_path: Path, tokenizer: Any, c
 def test_note_rendered_every_form_is_named_with_the_template_that_takes_it(tokenizer: Any, form: str) -> None:
     line = note_rendered(task_of(FORMS[form]))
     assert line == note_rendered(task_of(FORMS[form]), tokenizer)
-    assert line.startswith("6 of the 6 prompts")
+    assert line.startswith("6 of 6 prompts")
     own = form if form in ("r1_zero", "dialogue") else "as_is"
     assert f" {own}" in line
     assert note_rendered(task_of("What is {} plus 2?", 6, FORMS[form].format(1))) == ""
@@ -143,7 +143,7 @@ def test_data_show_says_that_prompts_are_rendered_already(tmp_path: Path, capsys
     rows = [{"prompt": FORMS["chat"].format(n), "answer": str(n + 2)} for n in range(4)]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert main(["data", "show", "jsonl", "--task.path", str(path), "--task.split", "all"]) == 0
-    assert "prompts that were" in " ".join(capsys.readouterr().out.split())
+    assert "prompts read are rendered already" in " ".join(capsys.readouterr().out.split())
 
 
 def test_take_rendered_prompts_of_one_call(tokenizer: Any) -> None:

@@ -147,7 +147,7 @@ def test_a_reward_model_sees_the_tokens_that_a_policy_would_write(template: str)
 
 
 def test_wrong_options_are_refused() -> None:
-    with refuses(UsageError, "document asks nothing"):
+    with refuses(UsageError, "documents ask no question"):
         stories(style="document", responses="pair")
     with refuses(RecipeError, "responses"):
         registry.find("task", "stories").options({"responses": "pairs"}, "task")

@@ -217,7 +217,7 @@ def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_t
         assert stop_ids(tokenizer, plain()) == {small_tokenizer.eos_token_id} | further
         assert end_id(tokenizer, plain()) == small_tokenizer.eos_token_id
         message = further_ends(tokenizer, plain())
-        assert [line.startswith("answers also end at <end_of_turn>,") for line in message] == [True] * bool(further)
+        assert [line.startswith("responses also stop at <end_of_turn> ") for line in message] == [True] * bool(further)
         text = decode_response(tokenizer, plain(), [*tokenizer.encode("Tom"), *further])
         assert text == "Tom"
         assert other not in stop_ids(tokenizer, plain())

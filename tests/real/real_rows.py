@@ -202,9 +202,9 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
     ),
     "half a weight": ("jsonl", {"messages": [ASK, message("a", weight=0.5)]}, "'weight' must be 0 or 1; got 0.5"),
     "a train that is no truth value": ("jsonl", {"messages": [ASK, message("a", train="no")]}, "'train' must be true or false"),
-    "opposite weights": ("jsonl", {"messages": [ASK, message("a", weight=0, train=True)]}, "say the opposite"),
-    "reasoning of the user": ("jsonl", {"messages": [user("q", thinking="t"), REPLY]}, "only a message of the assistant has"),
-    "an image": ("jsonl", {"messages": [user([{"type": "image_url"}]), REPLY]}, r"a part that is no text \('image_url'\)"),
+    "opposite weights": ("jsonl", {"messages": [ASK, message("a", weight=0, train=True)]}, "contradict each other"),
+    "reasoning of the user": ("jsonl", {"messages": [user("q", thinking="t"), REPLY]}, "only assistant messages may have"),
+    "an image": ("jsonl", {"messages": [user([{"type": "image_url"}]), REPLY]}, r"non-text part \('image_url'\)"),
     "images of a row": ("jsonl", {"messages": [ASK, REPLY], "images": ["a.png"]}, "the key 'images' is not read here"),
     "another system message": (
         "jsonl", {"system": "A.", "messages": [system("B."), ASK, REPLY]}, "'system' differs from the system message"
@@ -224,19 +224,19 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
         "preferences", {"prompt": "q", "completion": "a", "label": True, "margin": 1}, "the key 'margin' is not read here"
     ),
     "a given answer of weight 0": (
-        "preferences", {"prompt": [ASK], "chosen": [message("a", weight=0)], "rejected": [message("b")]}, "the answer has weight 0"
+        "preferences", {"prompt": [ASK], "chosen": [message("a", weight=0)], "rejected": [message("b")]}, "the response has weight 0"
     ),
     "a given answer that calls": (
-        "preferences", {"prompt": [ASK], "chosen": [call("f", {})], "rejected": [message("b")]}, "tools are used in answer to a message of the user"
+        "preferences", {"prompt": [ASK], "chosen": [call("f", {})], "rejected": [message("b")]}, "tool calls must follow a user message"
     ),
     "a result of another call": (
         "jsonl",
         {"messages": [ASK, call("f", {}), tool("r", tool_call_id="call_2"), REPLY]},
-        "message 3: 'tool_call_id' 'call_2' must name one of the calls before it",
+        "message 3: 'tool_call_id' 'call_2' must match a preceding call",
     ),
-    "a judged answer to imitate": ("jsonl", {"prompt": "q", "completion": "a", "label": False}, "has a label, so it is a judged"),
+    "a judged answer to imitate": ("jsonl", {"prompt": "q", "completion": "a", "label": False}, "has a label, so it is a scored"),
     "a call of sharegpt that is none": (
         "jsonl", {"conversations": shares(("human", "q"), ("function_call", "f()"), ("observation", "r"), ("gpt", "a"))}, "tool_calls 1 name' must be text"
     ),
-    "a rating as a label": ("preferences", {"prompt": "q", "completion": "a", "label": 7}, "A rating stands under 'rating'"),
+    "a rating as a label": ("preferences", {"prompt": "q", "completion": "a", "label": 7}, "Store ratings under 'rating'"),
 }  # fmt: skip

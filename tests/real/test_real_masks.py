@@ -142,7 +142,7 @@ def test_message_of_weight_0_is_read_and_not_trained(tmp_path: Path, name: str) 
     only = read(tmp_path, {"system": "Answer in rhyme.", "messages": [user("Hi"), message("Bad", weight=0)]})
     made = registry.find("template", "chat").bind({})()
     assert list(rows_of(tokenizer_of(name), made, only, "demonstration")) == [
-        "no message that is trained (weight 0 or train: false)"
+        "no trained message (weight 0 or train: false)"
     ]
 
 
@@ -341,4 +341,4 @@ def test_run_states_which_share_of_the_tokens_is_trained(
     masks = [source.batch_of([i]).mask for i in range(source.num_examples)]
     trained, total = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     assert source.trained == f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%} {share}"
-    assert source.dropped == {"no message that is trained (weight 0 or train: false)": 1}
+    assert source.dropped == {"no trained message (weight 0 or train: false)": 1}

@@ -111,7 +111,7 @@ def test_row_loses_no_text(corpus: Read, name: str) -> None:
     for kind, (row, example) in corpus.items():
         shape = shape_of(row)
         if cannot(name, row):
-            with pytest.raises(UsageError, match=r"tools|alternate|one call a message|does not show the call of"):
+            with pytest.raises(UsageError, match=r"tools|alternate|one call a message|drops the call of"):
                 encoded(name, example, shape)
             continue
         rows = encoded(name, example, shape)
@@ -156,14 +156,14 @@ def test_keys_that_are_carried_along_are_in_meta_and_listed(tmp_path: Path, caps
     task = read(tmp_path, "jsonl", {**LEARNT["further keys"], "created": 7}, ignore_keys=["created"])
     assert task.examples[0].meta == {"source": "web", "prompt_id": "a1", "score": 3, "topic": "rivers"}
     assert task.keys == {
-        ("created", "left out (task.ignore_keys)"): 1,
+        ("created", "ignored (task.ignore_keys)"): 1,
         ("messages", "read"): 1,
         ("messages[].content", "read"): 1,
         ("messages[].role", "read"): 1,
         ("meta", "read"): 1,
-        ("prompt_id", "carried along (meta)"): 1,
-        ("score", "carried along (meta)"): 1,
-        ("source", "carried along (meta)"): 1,
+        ("prompt_id", "kept (meta)"): 1,
+        ("score", "kept (meta)"): 1,
+        ("source", "kept (meta)"): 1,
     }
     assert main(["data", "show", "jsonl", "--task.path", str(tmp_path / "rows.jsonl"), "--task.split", "all"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -174,7 +174,7 @@ def test_keys_that_are_carried_along_are_in_meta_and_listed(tmp_path: Path, caps
 def test_keys_of_messages_that_are_ignored_are_left_out(tmp_path: Path) -> None:
     row = {"messages": [{**ASK, "timestamp": 5}, {**REPLY, "timestamp": 6}]}
     task = read(tmp_path, "jsonl", row, ignore_keys=["timestamp"])
-    assert task.keys["messages[].timestamp", "left out (task.ignore_keys)"] == 1
+    assert task.keys["messages[].timestamp", "ignored (task.ignore_keys)"] == 1
     assert len(task.examples) == 1
 
 
@@ -184,7 +184,7 @@ def test_margin_is_needed_in_every_row_or_none(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(row) for row in (pair | {"margin": 2}, pair)), encoding="utf-8")
     task = preferences(path=str(file), split="all")
     assert [example.margin for example in task.examples] == [2.0]
-    assert task.dropped == {"'margin' is missing, and every row needs a score": 1}
+    assert task.dropped == {"'margin' is missing, but every row requires a score": 1}
     file.write_text("\n".join(json.dumps(row) for row in (pair, pair | {"margin": 2})), encoding="utf-8")
     with refuses(DataError, "rows.jsonl:2", "'margin'"):
         preferences(path=str(file), split="all")
@@ -202,7 +202,7 @@ def test_last_message_of_weight_0_is_not_trained_by_any_template(tmp_path: Path,
     (example,) = read(tmp_path, "jsonl", row).examples
     made = registry.find("template", template).bind({})()
     units = list(rows_of(tokenizer_of("chatml"), made, example, "demonstration"))
-    assert units == ["no message that is trained (weight 0 or train: false)"]
+    assert units == ["no trained message (weight 0 or train: false)"]
 
 
 def test_train_on_assistant_trains_earlier_turns_of_dialogues_with_given_answers(tmp_path: Path) -> None:

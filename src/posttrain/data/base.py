@@ -1,4 +1,4 @@
-"""A task: examples with answers, the count of rows that were left out, and counts over its data."""
+"""Tasks: examples with gold answers, dropped row counts, and dataset statistics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.recipes.sections import EMBEDDED_MODELS, Component, map_tasks, ta
 from posttrain.types import Example, Response
 
 Split = Literal["train", "validation", "test"]
-PART = "part"  # the key of ``meta`` with the name of an example's part of a mixture
+PART = "part"  # meta key naming the mixture part that an example came from
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPart:
-    """A part of a mixture: its name (``part`` in the ``meta`` of its examples) and its weight."""
+    """Name and weight of a mixture part. Examples store the name as ``part`` in ``meta``."""
 
     name: str
     weight: float
@@ -30,17 +30,18 @@ class TaskPart:
 
 @dataclass(frozen=True)
 class Task:
-    """Examples of one split of a task.
+    """A task's examples for one split.
 
     Attributes:
-        examples: maybe made on demand; the same index always gives the same example.
-        dropped: number of rows that were left out, by reason.
-        worked: returns True for a text that shows its working, where the task can tell.
-        origin: the file, where the environment names its folder.
-        shares: measures over answered items (``evaluation/items.py``): by name one share in 0..1 per item.
-        parts: of a mixture.
-        keys: number of rows with a key, by the key and its use.
-        warnings: lines for the start of a run.
+        examples: possibly generated lazily. Each index always yields the same example.
+        dropped: number of dropped rows by reason.
+        worked: checks if text shows its working. None if unsupported.
+        origin: data file found through the environment variable POSTTRAIN_DATA.
+        shares: computes named measures over answered items (``evaluation/items.py``), each a fraction in 0..1 per
+            item.
+        parts: mixture parts.
+        keys: number of rows containing each key, by (key, usage).
+        warnings: lines to print at startup.
     """
 
     name: str
@@ -56,13 +57,13 @@ class Task:
 
 
 class ExamplesOnDemand(Sequence[Example]):
-    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list.
+    """Lazy sequence of ``size`` examples, supporting list indexing and slicing.
 
-    ``make`` gives example ``item`` (0 .. size - 1); the same item always gives the same example.
+    ``make`` generates example ``item`` (0 .. size - 1) and must be deterministic.
 
     Args:
-        parts: of a mixture, the name of each example's part.
-        in_memory: parts whose examples are there already; nothing is made of them.
+        parts: each example's mixture part, if any.
+        in_memory: parts whose examples are already loaded instead of generated.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ExamplesOnDemand(Sequence[Example]):
         self.in_memory = in_memory
 
     def changed(self, change: Callable[[Example], Example]) -> ExamplesOnDemand:
-        """Return the same examples, each with ``change`` applied to it when it is made."""
+        """Apply ``change`` lazily to each example."""
         return ExamplesOnDemand(
             self.size, lambda item: change(self.make(item)), parts=self.parts, in_memory=self.in_memory
         )
@@ -101,7 +102,7 @@ class ExamplesOnDemand(Sequence[Example]):
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """Return the number of examples that repeat an earlier one but for id and meta; 0 for examples on demand."""
+    """Count examples that duplicate an earlier one, ignoring id and meta. Always 0 for lazy examples."""
     if isinstance(examples, ExamplesOnDemand):
         return 0
     distinct = set()
@@ -111,33 +112,33 @@ def num_repeated(examples: Sequence[Example]) -> int:
 
 
 def document_texts(examples: Iterable[Example], count: int) -> Iterator[str]:
-    """Yield the first ``count`` examples as plain texts: their messages, and a demonstration or solution."""
+    """Yield the first ``count`` examples as plain text: messages followed by demonstration or solution."""
     for example in islice(examples, count):
         answer = example.demonstration or example.solution or ""
         yield " ".join([*(message.content for message in example.messages), answer]).strip()
 
 
 def build_task(component: Component, where: str = "task") -> Task:
-    """Build the task that a recipe names."""
+    """Build a recipe's task."""
     with phase(f"reading task {component.name}"):
         bound = registry.find("task", component.name, where).bind(component.options, where)
         task = registry.call(where, bound)
     if not isinstance(task, Task):
-        what = "the function must return a posttrain.data.base.Task. Rows are given as a list, or as a file"
+        what = "the function must return a posttrain.data.base.Task. To use rows, pass a list or a file"
         raise UsageError(f"{where}: {component.name} returned {registry.describe_result(task)}; {what}")
     return task
 
 
 def held_out_task(component: Component) -> Component:
-    """The evaluation split of a training task, as the task names it; of a mixture those of its parts."""
+    """Choose the evaluation split for a training task. For mixtures, choose a split per part."""
     return map_tasks(component, _held_out)
 
 
 def eval_components(trained: Component, named: Sequence[Component]) -> list[Component]:
-    """The tasks that a run is evaluated on: the ``named`` ones (``eval.tasks``), else the held-out split of its task.
+    """Choose evaluation tasks: ``named`` ones (``eval.tasks``), else the held-out split of the training task.
 
     Raises:
-        RecipeError: the task names no such split, or training leaves nothing of it.
+        RecipeError: the task defines no held-out split, or training uses all of it.
     """
     if named:
         return list(named)
@@ -145,8 +146,8 @@ def eval_components(trained: Component, named: Sequence[Component]) -> list[Comp
     for held, own in zip(task_components(component), task_components(trained), strict=True):
         if own.options.get("split") in (held.options["split"], "all"):
             raise RecipeError(
-                f"task.split: training on {own.options['split']!r} leaves nothing of task {held.name!r} to "
-                "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+                f"task.split: training on {own.options['split']!r} leaves no part of task {held.name!r} for "
+                "evaluation. Train on a different split, set eval.tasks, or disable evaluation with eval.every: 0"
             )
     return [component]
 
@@ -155,16 +156,16 @@ def _held_out(component: Component) -> Component:
     split = registry.find("task", component.name).traits.get("held_out")
     if split is None:
         raise RecipeError(
-            f"eval.tasks: task {component.name!r} names no held-out split; give eval.tasks, or eval.every: 0"
+            f"eval.tasks: task {component.name!r} defines no held-out split. Set eval.tasks, or eval.every: 0"
         )
     options = {**_without_size(component), "split": split}
     return Component(name=component.name, **options)
 
 
 def _without_size(component: Component) -> dict[str, object]:
-    """The options of a task that hold for its other splits too: of one that reads rows not the number of rows.
+    """Drop options that do not apply to other splits: ``size`` and ``seed`` for tasks that read rows.
 
-    The size of a task that makes its examples has a default, and stays.
+    Tasks that generate examples have a default size, and keep it.
     """
     size = registry.find("task", component.name, "--task").options_model.model_fields.get("size")
     reads_rows = size is not None and size.default is None
@@ -174,14 +175,14 @@ def _without_size(component: Component) -> dict[str, object]:
 
 
 def choose_task(named: Component | None, model: str, trained: Component | None) -> Component:
-    """The task to measure on: the named one, else the one that a run was ``trained`` on, else stories for ``tiny``.
+    """Choose an evaluation task: the named one, else the run's training task, else stories for ``tiny``.
 
-    The split is ``test`` unless named. Where a run was trained on a local file without a test part, or on test prompts
-    too, it is the part that was held out. Options of ``named`` without a name are for the run's own task, or each part
-    of its mixture.
+    Defaults to split ``test``. Uses the held-out part instead if the run trained on test prompts, or on a local file
+    without test rows. If ``named`` has options but no name, they apply to the run's task, or to each part of its
+    mixture.
 
     Raises:
-        UsageError: a model that is no run, and no task named.
+        UsageError: the model is not a run, and no task was named.
     """
     options: dict[str, object] = {}
     if named is not None:
@@ -194,7 +195,9 @@ def choose_task(named: Component | None, model: str, trained: Component | None) 
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))
-        raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
+        raise UsageError(
+            f"--task is required, because {model!r} is not a run with a recorded task. Known tasks: {known}"
+        )
     return map_tasks(Component(name=name, **options), lambda component: _with_split(component, "test"))
 
 
@@ -210,30 +213,30 @@ def _own_task(component: Component, options: Mapping[str, object]) -> Component:
 
 
 def _with_split(component: Component, split: str) -> Component:
-    """The task with this split, unless it has no splits or its options name one."""
+    """Set a default split, for tasks that support splits."""
     if "split" not in registry.find("task", component.name, "--task").options_model.model_fields:
         return component
     options = {"split": split, **component.options}
     return Component(name=component.name, **options)
 
 
-MAX_KINDS = 30  # a key of meta with more values than this, such as a title, is no breakdown
+MAX_KINDS = 30  # keys with more distinct values, such as titles, are not broken down
 PERCENTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @dataclass(slots=True)
 class Description:
-    """Counts over the examples that were read.
+    """Dataset statistics.
 
     Attributes:
-        lengths: by part (``prompt``, ``solution``, ``chosen``, ...) the length of each text.
-        longest: of each example the prompt with its longest answer.
-        repeated_prompts: examples whose prompt another example had before.
-        identical_pairs: pairs whose answers differ in white space at most.
-        longer_chosen: pairs whose chosen answer is the longer one; a tie counts half.
-        margins: score differences of pairs.
-        labels: of judged answers and of steps.
-        kinds: values of meta, by key.
+        lengths: text lengths by part (``prompt``, ``solution``, ``chosen``, ...).
+        longest: per example, length of prompt plus longest response.
+        repeated_prompts: examples whose prompt occurred before.
+        identical_pairs: pairs whose responses differ only in whitespace.
+        longer_chosen: pairs whose chosen response is longer. Ties count half.
+        margins: score differences between chosen and rejected.
+        labels: label counts for scored responses and steps.
+        kinds: value counts per meta key.
     """
 
     num_examples: int
@@ -252,12 +255,12 @@ class Description:
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
 
     def over(self, limit: int) -> int:
-        """Examples whose prompt and longest answer do not fit into ``limit``."""
+        """Count examples whose prompt plus longest response exceed ``limit``."""
         return sum(length > limit for length in self.longest)
 
 
 def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Description:
-    """Read the first ``n`` examples of a task (all, if it has fewer); ``measure`` is the length of a text."""
+    """Read the first ``n`` examples (or fewer, if the task is smaller). ``measure`` computes text length."""
     stats = Description(len(task.examples), min(n, len(task.examples)))
     with phase("reading", stats.num_read, "examples") as read:
         _describe_examples(stats, task, measure, read)
@@ -284,7 +287,7 @@ def _describe_examples(stats: Description, task: Task, measure: Callable[[str], 
 
 
 def is_pair(responses: Sequence[Response]) -> bool:
-    """Return True if these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
+    """Check if these are two complete responses with different scores, including labels 1 and 0."""
     return len(responses) == 2 and responses[0].score != responses[1].score and not responses[0].steps
 
 
@@ -317,11 +320,11 @@ def _add_answers(stats: Description, example: Example, measure: Callable[[str], 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least ``share`` of the values do not exceed."""
+    """Compute the smallest value that at least a fraction ``share`` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def random_examples(task: Task, n: int, seed: int) -> list[Example]:
-    """``n`` examples drawn without replacement by the seed, in the task's order."""
+    """Draw ``n`` examples without replacement, returned in task order."""
     chosen = permutation(seed, "examples shown", 0, len(task.examples))[:n]
     return [task.examples[int(i)] for i in sorted(chosen)]

@@ -1,7 +1,8 @@
-"""Multiple choice in rows: which columns hold the options, which the gold answer, and how an index is counted.
+"""Multiple choice detection: finds option columns, the gold column, and the index base.
 
-Decided over all rows of a file by what the columns hold, and not by their names: a list of texts, or one option to a
-column, next to a gold answer that in every row is a label, one of the texts, a letter or an index.
+Detection inspects column contents across all rows, and uses names only to rule out unlikely columns. Options are a
+list, or one column per option. In every row, the gold answer must be a label, an option's text, a letter, or an
+index.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from posttrain.types import Example, Message
 
 GoldKind = Literal["label", "text", "letter", "index"]
 FirstIndex = Literal[0, 1]
-BOOLEAN_OPTIONS = ("Yes", "No")  # of a gold answer that is true or false
-# A column of another name is no gold answer, unless ``task.answer_key`` names it: ``weight``, ``language``.
+BOOLEAN_OPTIONS = ("Yes", "No")  # options for boolean gold answers
+# Only columns with such names may be gold answers, unless ``task.answer_key`` is set. Excludes ``weight``,
+# ``language``, etc.
 _GOLD_NAME = re.compile(r"answer|label|gold|correct|target|solution|cop\b", re.IGNORECASE)
-# Several columns of one kind that make up a question: two sentences with a label are no two options.
+# Numbered columns with these names are question parts, not options: two labeled sentences, for example.
 _QUESTION_PART = re.compile(
     r"(?:sent|sentence|text|premise|hypothesis|question|prompt|query|passage|paragraph|context|input|output|turn|fact|"
     r"hint|step|example|doc|document|article|title|word|phrase|id|tag|source|meta|score|column)s?",
     re.IGNORECASE,
 )
-# Lists of words about a question: a number next to them is no index, but in a column of lists that is called so.
+# Lists with these names describe the question, so a neighboring number is not an index into them.
 _ABOUT_QUESTION = re.compile(
     r".*(?:tag|topic|keyword|categor|subject|source|author|hint|step|concept|skill|entit|fact|sentence|context|passage|"
     r"paragraph|reference|document|evidence|token|id|url|name|label|type|level|note|message|turn|history|tool)\w*",
@@ -39,10 +41,10 @@ _ABOUT_QUESTION = re.compile(
 )
 _LABELS_NAME = re.compile(r"label|key|letter", re.IGNORECASE)
 _WRONG_OPTIONS = re.compile(r"(?:distract|incorrect|wrong).*", re.IGNORECASE)
-# A list of another name, next to a number that may count from 0 or from 1, is more likely something else.
+# Without such a name, a list is probably unrelated to a number that could be zero-based or one-based.
 _OPTIONS_NAME = re.compile(r"choice|option|answer|ending|candidate|alternative|select|target", re.IGNORECASE)
 _LABEL = re.compile(r"[(\[]?([A-Ja-j])(?:[)\].:]+|\s*\Z)")
-# How the names of columns with one option each end, and in which order.
+# Suffixes of columns that hold one option each, in order.
 _SPREAD = (
     (re.compile(r"(.*?)([A-Ja-j])"), (LETTERS, LETTERS.lower())),
     (re.compile(r"(.*?)([0-9])"), ("0123456789", "123456789")),
@@ -51,11 +53,10 @@ _SPREAD = (
 
 @dataclass(frozen=True, slots=True)
 class ChoiceColumns:
-    """The columns of a multiple choice.
+    """Detected multiple choice columns.
 
-    ``keys``: one column of lists, or several of one option each; none where the gold answer is true or false.
-    ``gold``: the column of the gold answer. ``first_index``: what an index counts from.
-    ``is_shown``: the prompts have the options already.
+    ``keys``: a list column, or one column per option; empty for boolean gold answers. ``gold``: gold answer column.
+    ``first_index``: index base. ``is_shown``: prompts already include the options.
     """
 
     keys: tuple[str, ...]
@@ -66,32 +67,34 @@ class ChoiceColumns:
     is_shown: bool = False
 
     def describe(self) -> str:
-        """Return a line for the start of a run: what is read as what, and what an index counts from."""
+        """Format a startup line describing detected columns and index base."""
         if self.kind == "boolean":
             names = " and ".join(BOOLEAN_OPTIONS)
-            return f"multiple choice: {self.gold!r} is true or false, which are the options {names}"
+            return f"multiple choice: boolean {self.gold!r}, shown as options {names}"
         kind: str = self.kind
         if self.kind == "index":
             kind += f", counted from {self.first_index}{self.why}"
         options = ", ".join(self.keys)
         if self.is_shown:
-            options += ", which the prompts show already"
+            options += " (already in the prompts)"
         return (
-            f'multiple choice: options {options}; right one {self.gold} ({kind}). task.choices_key: "" reads no options'
+            f'multiple choice: options {options}; gold answer {self.gold} ({kind}). task.choices_key: "" disables this'
         )
 
     def options_of(self, row: Row) -> tuple[str, ...]:
-        """Return the options of a row, in order, without labels."""
+        """Read a row's options in order, without labels."""
         if self.kind == "boolean":
             return BOOLEAN_OPTIONS
         found = _options(row, self.keys)
         if found is None:
-            raise row.fail(f"{', '.join(map(repr, self.keys))} must hold 2 to {len(LETTERS)} options as in other rows")
+            raise row.fail(
+                f"{', '.join(map(repr, self.keys))} must contain 2 to {len(LETTERS)} options, like other rows"
+            )
         row.used.update(self.keys)
         return found.options
 
     def letter_of(self, row: Row) -> str:
-        """Return the letter of the right option."""
+        """Find the correct option's letter."""
         row.used.add(self.gold)
         if self.kind == "boolean":
             is_true = row.data[self.gold] is True
@@ -99,13 +102,13 @@ class ChoiceColumns:
         place = _place(row, self.keys, self.gold, self.kind, self.first_index)
         if place is None:
             value = row.data.get(self.gold)
-            raise row.fail(f"{self.gold!r} is none of the options; got {value!r}. Correct it, or leave the row out")
+            raise row.fail(f"{self.gold!r} matches no option; got {value!r}. Correct it, or remove the row")
         return LETTERS[place]
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Options with their labels, if the row gives labels; ``marks`` of labels are 0 and 1, 1 for the right one."""
+    """Options, with labels if given by the row."""
 
     options: tuple[str, ...]
     labels: tuple[str, ...] = ()
@@ -119,16 +122,16 @@ def candidate_columns(
     choices_key: str | None = None,
     first_index: FirstIndex | None = None,
 ) -> list[ChoiceColumns]:
-    """Return the columns that may be the multiple choice that all rows are; of indices not yet what they count from.
+    """Find columns that fit a multiple choice in all rows. The index base is not yet decided.
 
     Args:
-        answer_key: the column of the gold answer; if the first row does not have it, any with such a name may be.
-        excluded: columns that are neither options nor gold.
-        choices_key: the column of the options; None: any column may be.
-        first_index: what an index counts from, if the recipe says so.
+        answer_key: gold column. If the first row lacks it, consider columns with similar names.
+        excluded: columns to ignore.
+        choices_key: options column. None considers all columns.
+        first_index: index base given by the recipe, if any.
 
     Raises:
-        DataError: ``choices_key`` is no list of options, or no gold answer fits to it.
+        DataError: ``choices_key`` does not contain option lists, or no gold answer fits them.
     """
     is_named = rows[0].has(answer_key)
     is_wanted = choices_key is not None or first_index is not None
@@ -142,9 +145,7 @@ def candidate_columns(
         groups = [(choices_key,)]
         bad = next((row for row in rows if _list_of(row, choices_key) is None), None)
         if bad is not None:
-            raise bad.fail(
-                f"task.choices_key: {choices_key!r} must be a list of 2 to {len(LETTERS)} texts in every row"
-            )
+            raise bad.fail(f"task.choices_key: {choices_key!r} must contain 2 to {len(LETTERS)} texts in all rows")
     found = []
     for keys in groups:
         for gold in golds:
@@ -155,8 +156,8 @@ def candidate_columns(
                 found.append(ChoiceColumns(keys, gold, kind))
     if choices_key is not None and not found:
         raise rows[0].fail(
-            f"task.choices_key: no gold answer is an index, a letter or a text of {choices_key!r} in every row. Name "
-            "its column as task.answer_key"
+            f"task.choices_key: no column is an index, letter or text from {choices_key!r} in all rows. Set "
+            "task.answer_key to the gold answer's column"
         )
     if groups or found or not is_named:
         return found
@@ -171,25 +172,25 @@ def choose_columns(
     prompt_of: Callable[[Row], str],
     first_index: FirstIndex | None = None,
 ) -> ChoiceColumns:
-    """Return the columns of the multiple choice.
+    """Choose the best candidate.
 
     Args:
-        prompt_of: the text of a row's question.
-        first_index: what an index counts from; None: as the rows say.
+        prompt_of: reads a row's question text.
+        first_index: index base. None infers it from rows.
 
     Raises:
-        DataError: an index that may count from 0 or from 1; several columns that may be the options or the gold answer.
+        DataError: ambiguous index base, options or gold answer.
     """
     chosen = _choose(rows[0], candidates)
     if chosen.kind == "index":
         chosen = _with_first_index(rows, chosen, first_index)
     elif first_index is not None:
-        raise rows[0].fail(f"task.first_index: {chosen.gold!r} is no index. Leave the option out")
+        raise rows[0].fail(f"task.first_index: {chosen.gold!r} is not an index. Remove the option")
     return replace(chosen, is_shown=all(_shows(prompt_of(row), chosen.options_of(row)) for row in rows))
 
 
 def has_options(row: Row, answer_key: str, excluded: frozenset[str]) -> bool:
-    """Return whether a row has columns that may be options, or a gold answer that is true or false."""
+    """Check if a row may contain options, or a boolean gold answer."""
     if _list_columns([row], excluded) or any(_spread_columns([row], excluded | {answer_key})):
         return True
     if _wrong_options(row, excluded) or isinstance(_value(row, answer_key), bool):
@@ -198,17 +199,17 @@ def has_options(row: Row, answer_key: str, excluded: frozenset[str]) -> bool:
 
 
 def _wrong_options(row: Row, excluded: frozenset[str]) -> list[str]:
-    """The columns that hold wrong options by their names: ``distractors``, ``incorrect_answers``."""
+    """List columns whose names suggest incorrect options: ``distractors``, ``incorrect_answers``."""
     return [key for key in row.data if key not in excluded and _WRONG_OPTIONS.match(key)]
 
 
 def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset[str]) -> tuple[str, ...]:
-    """Return lines about lists that are options to at least half of the rows and not to all, or about too many."""
+    """Describe lists that resemble options in at least half of all rows, or contain too many options."""
     lines = []
     wrong = _wrong_options(rows[0], excluded)
     if wrong:
         names = ", ".join(wrong)
-        lines.append(f"{names}: wrong options of a question, which no prompt shows; task.meta: [{names}] silences this")
+        lines.append(f"{names}: incorrect options, not shown in prompts; task.meta: [{names}] silences this")
     for key, value in rows[0].data.items():
         if key not in excluded and isinstance(value, list | tuple):
             line = _describe_list(rows, key, answer_key)
@@ -218,10 +219,10 @@ def describe_near_miss(rows: Sequence[Row], answer_key: str, excluded: frozenset
 
 
 def _describe_list(rows: Sequence[Row], key: str, answer_key: str) -> str:
-    """A line about a column of lists that may be options; empty if they are too unlike options."""
+    """Describe a list column that resembles options. Empty if it does not."""
     for row in rows:
         if _is_among_many(_value(row, answer_key), _value(row, key)):
-            return f"{key!r} has more than {len(LETTERS)} options of a question, which no prompt shows"
+            return f"{key!r} contains more than {len(LETTERS)} options, so prompts do not show them"
     kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
     unfit = [[row for row in rows if _place(row, (key,), answer_key, kind, 0) is None] for kind in kinds]
     fewest = min(unfit, key=len)
@@ -229,27 +230,27 @@ def _describe_list(rows: Sequence[Row], key: str, answer_key: str) -> str:
         return ""
     gold = shorten(_value(fewest[0], answer_key))
     return (
-        f"{key!r} looks like the options of a question, and in row {fewest[0].number} the gold answer {gold} is "
-        f"none of them, so that no prompt shows them. Correct the row, or silence this by task.meta: [{key}]"
+        f"{key!r} resembles options, but row {fewest[0].number} has the gold answer {gold}, which matches none, so "
+        f"prompts do not show them. Correct the row, or silence this with task.meta: [{key}]"
     )
 
 
 def _is_among_many(gold: object, values: object) -> bool:
-    """Return whether a gold answer is one of more texts than there are letters."""
+    """Check if the gold answer occurs in a list longer than the alphabet of option letters."""
     return isinstance(values, list | tuple) and len(values) > len(LETTERS) and isinstance(gold, str) and gold in values
 
 
 def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: bool) -> Example:
-    """Return the example with its options as lettered lines below the question, its gold a letter.
+    """Add lettered options to the question, and convert the gold answer to a letter.
 
-    ``shows``: the question has the options already.
+    ``shows``: the question already includes the options.
     """
     options = columns.options_of(row)
     letter = columns.letter_of(row)
     messages = example.messages
     if not (shows or columns.is_shown):
         place = last_of_user(messages)
-        assert place is not None, "every row of a choice has a question"
+        assert place is not None, "multiple choice rows contain a question"
         content = f"{messages[place].content.rstrip()}\n{lettered_lines(options)}"
         messages = with_content(messages, place, content)
     meta = {**example.meta, "choices": list(options)}
@@ -257,12 +258,12 @@ def with_choices(example: Example, columns: ChoiceColumns, row: Row, *, shows: b
 
 
 def lettered_lines(options: Sequence[str]) -> str:
-    """Return one line for each option: ``A. iron``."""
+    """Format options as lines: ``A. iron``."""
     return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
 
 
 def last_question(messages: Sequence[Message]) -> str:
-    """Return the content of the last message of the user; empty if there is none."""
+    """Find the last user message's content. Empty if missing."""
     place = last_of_user(messages)
     if place is None:
         return ""
@@ -270,14 +271,14 @@ def last_question(messages: Sequence[Message]) -> str:
 
 
 def _value(row: Row, key: str) -> object:
-    """The value under a key, which does not count as used."""
+    """Read a value without marking its key as used."""
     if isinstance(row.data, dict):
         return dict.get(row.data, key)
     return None
 
 
 def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
-    """The texts of a list of 2 to 10 texts or numbers, and whether they are numbers; None for anything else."""
+    """Convert 2 to 10 strings or numbers to (texts, whether all are numbers). None for anything else."""
     if not isinstance(values, list | tuple) or not 2 <= len(values) <= len(LETTERS):
         return None
     if all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
@@ -297,18 +298,18 @@ def _number_text(value: object) -> str:
 
 
 def _list_of(row: Row, key: str) -> _Options | None:
-    """The options under a key: a list of texts, its JSON text, or an object of texts and labels."""
+    """Parse a key's options: a list, its JSON text, or an object with texts and labels."""
     value = row.peek(key)
     if isinstance(value, Mapping):
         return _labelled(value)
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):  # OpenBookQA of 2018
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):  # OpenBookQA (2018)
         columns = {name: [one.get(name) for one in value] for name in value[0]}
         return _labelled(columns)
     return _unlabelled(value)
 
 
 def _unlabelled(values: object) -> _Options | None:
-    """The options of a list of texts or numbers, without labels of their own."""
+    """Parse a plain list of options."""
     read = _texts(values)
     if read is None:
         return None
@@ -317,7 +318,7 @@ def _unlabelled(values: object) -> _Options | None:
 
 
 def _labelled(value: Mapping[str, object]) -> _Options | None:
-    """ARC's ``{"text": [...], "label": [...]}``: lists of one length, of which one is short labels."""
+    """Parse ARC's ``{"text": [...], "label": [...]}``: lists with equal length, one containing short labels."""
     lists = {name: list(one) for name, one in value.items() if isinstance(one, list | tuple)}
     if len({len(one) for one in lists.values()}) != 1:
         return None
@@ -338,7 +339,7 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
 
 
 def _are_labels(values: Sequence[object]) -> bool:
-    """Return whether these are A, B, C, ... or 1, 2, 3, ... (from 0 or 1), in order."""
+    """Check for A, B, C, ... or 1, 2, 3, ... (zero-based or one-based) in order."""
     texts = [str(one).strip() for one in values]
     letters = [LETTERS[: len(texts)], LETTERS[: len(texts)].lower()]
     numbers = [[str(n + first) for n in range(len(texts))] for first in (0, 1)]
@@ -346,7 +347,7 @@ def _are_labels(values: Sequence[object]) -> bool:
 
 
 def _without_labels(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts without ``A)``, ``B)``, ... if each begins with its label."""
+    """Strip prefixes ``A)``, ``B)``, ... if every text has the expected one."""
     stripped = []
     for letter, text in zip(LETTERS, texts, strict=False):
         match = _LABEL.match(text)
@@ -360,7 +361,7 @@ def _without_labels(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _spread_options(row: Row, keys: Sequence[str]) -> _Options | None:
-    """The options of columns that hold one each; the last of them may be missing."""
+    """Read options from one column each. Trailing columns may be empty."""
     values = [_value(row, key) for key in keys]
     while values and (values[-1] is None or values[-1] == ""):
         values.pop()
@@ -379,7 +380,7 @@ def _options(row: Row, keys: Sequence[str]) -> _Options | None:
 
 
 def _scalar_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[str]:
-    """The columns that have a text or a number in every row, and a name for a gold answer."""
+    """List columns containing text or numbers in every row whose names suggest gold answers."""
     return [
         key
         for key, value in rows[0].data.items()
@@ -396,7 +397,7 @@ def _list_columns(rows: Sequence[Row], excluded: frozenset[str]) -> list[tuple[s
 
 
 def _spread_columns(rows: Sequence[Row], excluded: frozenset[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the columns of one beginning that end in A, B, ... or in 0, 1, ... or 1, 2, ..., each a short text."""
+    """Yield groups of short-text columns with a common prefix and suffixes A, B, ... or 0, 1, ... or 1, 2, ..."""
     names = dict.fromkeys(key for row in rows[:50] for key in row.data if key not in excluded)
     for pattern, orders in _SPREAD:
         stems: dict[str, dict[str, str]] = {}
@@ -417,9 +418,9 @@ def _spread_columns(rows: Sequence[Row], excluded: frozenset[str]) -> Iterator[t
 
 
 def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_wanted: bool) -> GoldKind | None:
-    """Return the form of the gold answers, the same in every row; None if they do not fit the options.
+    """Determine the gold answer format used by all rows. None if gold answers do not fit the options.
 
-    ``is_wanted``: the recipe says that there are options.
+    ``is_wanted``: the recipe requests multiple choice.
     """
     kinds: tuple[GoldKind, ...] = ("label", "text", "letter")
     for kind in kinds:
@@ -435,14 +436,14 @@ def _kind_of(rows: Sequence[Row], keys: tuple[str, ...], gold: str, *, is_wanted
 
 
 def _fits_from(rows: Sequence[Row], keys: Sequence[str], gold: str, first_index: int) -> bool:
-    """Return whether every gold answer is the index of an option, counted from ``first_index``."""
+    """Check if every gold answer is a valid option index, counting from ``first_index``."""
     return all(_place(row, keys, gold, "index", first_index) is not None for row in rows)
 
 
 def _place(
     row: Row, keys: Sequence[str], gold: str, kind: GoldKind | Literal["boolean"], first_index: int
 ) -> int | None:
-    """The place of the right option, read as ``kind``; None where the gold answer is nothing of that kind."""
+    """Find the correct option's position, parsing the gold answer as ``kind``. None if that fails."""
     found = _options(row, keys)
     value = _value(row, gold)
     if found is None or value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -465,7 +466,7 @@ def _place(
 
 
 def _place_of_text(text: str, options: Sequence[str]) -> int | None:
-    """The place of the one option with this text; case, white space and a last period may differ."""
+    """Find the unique option with this text, ignoring case, whitespace and a final period."""
     if options.count(text) == 1:
         return options.index(text)
     plain = [" ".join(option.split()).rstrip(".").casefold() for option in options]
@@ -476,7 +477,7 @@ def _place_of_text(text: str, options: Sequence[str]) -> int | None:
 
 
 def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
-    """The place of ``B``, ``(b)`` or ``B) text``, where the text is that of the option."""
+    """Parse ``B``, ``(b)``, or ``B) text`` followed by the matching option's text."""
     match = _LABEL.match(text)
     if match is None:
         return None
@@ -488,33 +489,30 @@ def _place_of_letter(text: str, options: Sequence[str]) -> int | None:
 
 
 def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:
-    """The columns that fit best: labels and texts before letters, these before indices; then by their names.
+    """Choose the best fit: labels, then texts, letters, indices, booleans.
 
     Raises:
-        DataError: two fit equally well.
+        DataError: multiple equally good fits.
     """
     strength = {"label": 0, "text": 1, "letter": 2, "index": 3, "boolean": 4}
     best = min(strength[one.kind] for one in found)
     left = [one for one in found if strength[one.kind] == best]
     if len({one.gold for one in left}) > 1:
         golds = ", ".join(repr(one.gold) for one in left)
-        raise row.fail(
-            f"{golds}: each may be the gold answer of a multiple choice. Name the right one as task.answer_key"
-        )
+        raise row.fail(f"{golds}: multiple possible gold answers. Choose one with task.answer_key")
     if len(left) > 1:
         columns = "; ".join(", ".join(map(repr, one.keys)) for one in left)
         raise row.fail(
-            f"{columns}: each may be the options of the question. Name the right one as task.choices_key, or the "
-            "others in task.meta"
+            f"{columns}: multiple possible options. Choose one with task.choices_key, or list all others in task.meta"
         )
     return left[0]
 
 
 def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: FirstIndex | None) -> ChoiceColumns:
-    """The columns with what an index counts from: the one reading that fits every row.
+    """Set the index base: the only one that fits every row.
 
     Raises:
-        DataError: both fit, or not the one that is asked for.
+        DataError: both fit, or the requested one does not.
     """
     firsts: tuple[FirstIndex, ...] = (0, 1)
     fits = {first: _fits_from(rows, columns.keys, columns.gold, first) for first in firsts}
@@ -522,17 +520,17 @@ def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: 
         if not fits[first_index]:
             bad = _unfit_row(rows, columns, first_index)
             raise bad.fail(
-                f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is the "
-                "index of no option"
+                f"task.first_index={first_index}: {columns.gold!r} is {_value(bad, columns.gold)!r}, which is not a "
+                "valid index"
             )
-        return replace(columns, first_index=first_index, why=" by task.first_index")
+        return replace(columns, first_index=first_index, why=" as set in task.first_index")
     fitting = [first for first in firsts if fits[first]]
     if len(fitting) > 1:
         keys = ", ".join(map(repr, columns.keys))
         raise DataError(
             rows[0].place,
-            f"{columns.gold!r} is an index of the options {keys}, and in no row it is 0 or the number of options: it "
-            'may count from 0 or from 1. Set task.first_index to 0 or 1 (task.choices_key: "" reads no options)',
+            f"{columns.gold!r} is an index into options {keys}, but never 0 or the number of options, so its base is "
+            'ambiguous. Set task.first_index to 0 or 1 (task.choices_key: "" disables multiple choice)',
         )
     (first,) = fitting
     deciding = _unfit_row(rows, columns, 1 - first)
@@ -541,12 +539,12 @@ def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: 
 
 
 def _unfit_row(rows: Sequence[Row], columns: ChoiceColumns, first_index: int) -> Row:
-    """The first row whose gold answer is no index that counts from ``first_index``; there must be one."""
+    """Find the first row whose gold answer is invalid under ``first_index``. Must exist."""
     return next(row for row in rows if _place(row, columns.keys, columns.gold, "index", first_index) is None)
 
 
 def _shows(prompt: str, options: Sequence[str]) -> bool:
-    """Return whether a prompt has the options with their letters, in order."""
+    """Check if a prompt contains all options with letters, in order."""
     start = 0
     for letter, option in zip(LETTERS, options, strict=False):
         pattern = rf"(?<![A-Za-z]){letter}\s?[).:\]-]+\s*{re.escape(option)}"

@@ -1,4 +1,4 @@
-"""Columns of rows next to the question: which of them are text that the prompt does not show, and how to show them."""
+"""Additional columns: detect text that prompts do not show, and format prompts with it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Example, Message
 
-PROMPT = "prompt"  # in a format: the question, whatever its column is called
-MIN_WORDS = 5  # a value of fewer, without the mark of a sentence, may be a name or a label
+PROMPT = "prompt"  # shorter values without sentence punctuation may be names or labels
+MIN_WORDS = 5  # shorter values without sentence punctuation may be names or labels
 MAX_LABEL_WORDS = 8
-MIN_REPEATS = 2  # a short value that stands in so many rows on average is a label
+MIN_REPEATS = 2  # short values repeated this often on average are labels
 MIN_IDEOGRAPHS = 10
 _SENTENCE = re.compile(r"\w[^\n]*\s[^\n]*[.!?…][\"'”’)]?(?:\s|\Z)|[。！？]")
 _IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
 def _of_braces(value: object) -> object:
-    """``{article}`` as text, which is a mapping in YAML."""
+    """Restore ``{article}``, which YAML parses as a mapping."""
     if isinstance(value, dict) and len(value) == 1 and list(value.values()) == [None]:
         return f"{{{next(iter(value))}}}"
     return value
@@ -39,20 +39,20 @@ FormatText = Annotated[str, BeforeValidator(_of_braces)]
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """The text of a prompt with the names of columns in braces: ``{article}\\n\\n{question}``."""
+    """Prompt text with column names in braces: ``{article}\\n\\n{question}``."""
 
     text: str
     fields: tuple[str, ...]
 
     def fill(self, row: Row, question: str | None, options: Mapping[str, Sequence[str]] | None = None) -> str:
-        """Return the prompt of a row.
+        """Format a row's prompt.
 
         Args:
-            question: what ``{prompt}`` is in a row without such a column; None if the row has no question.
-            options: columns with the options of a multiple choice, which become lettered lines.
+            question: value for ``{prompt}`` if rows lack such a column. None if the row contains no question.
+            options: multiple choice columns, formatted as lettered lines.
 
         Raises:
-            DataError: a column is missing, or holds neither text nor number.
+            DataError: a column is missing, or neither text nor number.
         """
         parts = []
         for literal, name, _, _ in Formatter().parse(self.text):
@@ -61,7 +61,7 @@ class PromptFormat:
                 continue
             if options is not None and name in options:
                 parts.append(lettered_lines(options[name]))
-            elif name == PROMPT and question is not None:  # also where its column holds messages
+            elif name == PROMPT and question is not None:  # even if the column holds messages
                 parts.append(question)
             else:
                 parts.append(_text_of(row, name))
@@ -74,28 +74,28 @@ class PromptFormat:
         question_keys: Iterable[str] = (),
         options: Mapping[str, Sequence[str]] | None = None,
     ) -> tuple[Message, ...]:
-        """Return the messages with the user's last one as the format has it; ``{prompt}`` is what it was.
+        """Reformat the last user message. ``{prompt}`` is replaced by its original content.
 
         Raises:
-            DataError: the user says nothing, or the format leaves the question out.
+            DataError: no user message, or a format without the question.
         """
         place = last_of_user(messages)
         if place is None:
-            raise row.fail("task.prompt_format writes the user's last message, and the conversation has none")
+            raise row.fail("task.prompt_format rewrites the last user message, but the conversation contains none")
         row.refuse_if(
             not {PROMPT, *question_keys}.intersection(self.fields),
-            "task.prompt_format leaves the question out; write {prompt} where it belongs",
+            "task.prompt_format omits the question; insert {prompt}",
         )
         return with_content(messages, place, self.fill(row, messages[place].content, options))
 
 
 def read_format(text: str | None) -> PromptFormat | None:
-    """Return ``task.prompt_format`` with the columns that it names; None without one.
+    """Parse ``task.prompt_format``. None if unset.
 
-    ``\\n`` that a shell has left as two characters is a line end, where the text has no other.
+    If the text contains no newline, literal ``\\n`` (as left by shells) is converted.
 
     Raises:
-        RecipeError: unpaired braces, or something else than names of columns between them.
+        RecipeError: unpaired braces, or anything except column names between them.
     """
     if text is None:
         return None
@@ -105,17 +105,17 @@ def read_format(text: str | None) -> PromptFormat | None:
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
-        raise RecipeError(f"{where}: {error}; a brace that is text is written twice, {{{{ or }}}}") from None
-    way_out = 'Write names of columns in braces: "{article}\\n\\n{question}"'
+        raise RecipeError(f"{where}: {error}; write literal braces twice, {{{{ or }}}}") from None
+    way_out = 'Write column names in braces: "{article}\\n\\n{question}"'
     names = []
     for _, name, spec, conversion in parsed:
         if name is None:
             continue
         if spec or conversion is not None or not name.strip():
-            raise RecipeError(f"{where}: {{{name}}} is no name of a column. {way_out}")
+            raise RecipeError(f"{where}: {{{name}}} is not a column name. {way_out}")
         names.append(name)
     if not names:
-        raise RecipeError(f"{where}: it names no column. {way_out}")
+        raise RecipeError(f"{where}: contains no column. {way_out}")
     return PromptFormat(text, tuple(dict.fromkeys(names)))
 
 
@@ -123,7 +123,7 @@ def _text_of(row: Row, name: str) -> str:
     if not row.has(name):
         near = suggest(name, row.data)
         known = ", ".join(row.data)
-        raise row.fail(f"task.prompt_format names {name!r}, and the row has no such key.{near} There are: {known}")
+        raise row.fail(f"task.prompt_format: the row lacks key {name!r}.{near} Available: {known}")
     value = row.data[name]
     if not isinstance(value, str):
         value = row.nested(name)
@@ -132,7 +132,7 @@ def _text_of(row: Row, name: str) -> str:
     if isinstance(value, str | int | float):
         return str(value).strip()
     raise row.fail(
-        f"task.prompt_format: {name!r} must be a text, a number or a list of texts; got {shown_with_type(value)}"
+        f"task.prompt_format: {name!r} must be text, a number, or a list of text; got {shown_with_type(value)}"
     )
 
 
@@ -145,21 +145,21 @@ class _Column:
 
     @property
     def is_text(self) -> bool:
-        """Return whether the values are texts, and not ids, names or labels."""
+        """Check if values are text, as opposed to ids, names or labels."""
         is_label = not self.is_long and self.num_values >= MIN_REPEATS * len(self.distinct) and self.num_values > 2
         return 2 * self.num_prose >= self.num_values > 0 and not is_label
 
 
 @dataclass(slots=True)
 class UnshownColumns:
-    """The columns of text that the prompts do not show, over the rows of a file; ``silenced`` are ``task.meta``."""
+    """Text columns missing from prompts, collected over a file's rows. ``silenced`` comes from ``task.meta``."""
 
     silenced: frozenset[str] = frozenset()
     columns: dict[str, _Column] = field(default_factory=dict)
 
     def count(self, carried: Mapping[str, object], example: Example) -> None:
-        """Count the values that nothing has read of one row."""
-        if not example.messages:  # a text to read has no prompt
+        """Count a row's unread values."""
+        if not example.messages:  # raw text without prompt
             return
         texts = [message.content for message in example.messages]
         texts += [text for text in (example.answer, example.solution, example.demonstration) if text]
@@ -176,23 +176,23 @@ class UnshownColumns:
             column.distinct.add(hash(text))
 
     def describe(self, question: str) -> tuple[str, ...]:
-        """Return a line for the start of a run, or none; ``question`` is the name of the question's column."""
+        """Format a startup line, if needed. ``question`` is the question's column name."""
         names = [name for name, column in self.columns.items() if column.is_text]
         if not names:
             return ()
         plain = next((name for name in names if not re.search(r"[{}:!]", name)), None)
-        silence = f"task.meta: [{', '.join(names)}] carries them along without this line"
+        silence = f"task.meta: [{', '.join(names)}] silences this"
         if plain is None:
             show = ""
         elif plain == question:
-            show = f"task.prompt_format leaves {{{question}}} out; "
+            show = f"task.prompt_format omits {{{question}}}; "
         else:
             show = f'task.prompt_format: "{{{plain}}}\\n\\n{{{question}}}" shows one, '
         return (f"columns that the prompt does not show: {', '.join(names)}. {show}{silence}",)
 
 
 def _parts(value: object) -> list[str]:
-    """A text, or the texts of a list; none of anything else, and no blank ones."""
+    """List non-blank strings in a string or list. Empty for any other type."""
     values: Sequence[object] = [value]
     if isinstance(value, list | tuple):
         values = value
@@ -200,21 +200,21 @@ def _parts(value: object) -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether a text is more than a name: some words, a sentence, or a row of ideographs."""
+    """Check if text is longer than a name: several words, a sentence, or many ideographs."""
     if len(text.split()) >= MIN_WORDS or len(_IDEOGRAPH.findall(text[:200])) >= MIN_IDEOGRAPHS:
         return True
     return bool(_SENTENCE.search(text))
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str], place: str, option: str) -> None:
-    """Refuse a name in an option that no row has as a key.
+    """Refuse option values that match no key in any row.
 
     Raises:
-        RecipeError: with the nearest key.
+        RecipeError: unknown key. The message suggests the nearest one.
     """
     there = sorted(known)
     for name in names:
         if name not in there:
             near = suggest(name, there)
             known_keys = ", ".join(there)
-            raise RecipeError(f"{option}: no row of {place} has the key {name!r}.{near} There are: {known_keys}")
+            raise RecipeError(f"{option}: no row in {place} contains the key {name!r}.{near} Available: {known_keys}")

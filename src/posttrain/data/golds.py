@@ -1,4 +1,4 @@
-"""Gold answers of rows: a text or a number, several of which each is right, or the JSON text of one of these."""
+"""Gold answers: text, numbers, lists of accepted alternatives, or JSON text containing these."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import suppress
 from posttrain.data.reading import Row
 from posttrain.option_types import shown_with_type
 
-# Objects of question answering: an answer with its other spellings, or with its places in a passage.
+# QA datasets store answers as objects, with aliases or passage positions.
 _FURTHER_SPELLINGS = ("aliases",)
 _OF_OBJECTS = ("value", "text", "answer")
 
 
 def golds_of(row: Row, key: str) -> list[str]:
-    """Return the gold answers under ``key``, each of which is right, without repetitions; at least one.
+    """Read all accepted gold answers from ``key``, without duplicates. Returns at least one.
 
-    A list of texts or numbers, or its JSON text, is several answers. The JSON text of two numbers or more stays one
-    text: it is a tuple, a list or an interval. Where several are read out of a text, the text is right, too.
+    Lists (also as JSON text) contain alternatives. JSON text with multiple numbers remains unparsed, since it denotes
+    a tuple, list or interval. If alternatives are parsed from text, the original text is accepted too.
 
     Raises:
-        DataError: missing, blank, not finite, true or false, or of another shape.
+        DataError: missing, blank, non-finite, boolean, or unsupported type.
     """
     row.need(key)
     value = row.data[key]
@@ -34,13 +34,13 @@ def golds_of(row: Row, key: str) -> list[str]:
 
 
 def _of_text(row: Row, key: str, text: str) -> list[str]:
-    """The gold answers of a text, which may be the JSON text of something."""
+    """Read gold answers from text that may be JSON."""
     if text.strip()[0] not in '["{':
         return [text]
     value: object = text
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    if isinstance(value, str):  # no JSON text, or that of a text
+    if isinstance(value, str):  # not JSON, or a JSON string
         if value.strip():
             return [value]
         return [text]
@@ -58,7 +58,7 @@ def _of_text(row: Row, key: str, text: str) -> list[str]:
 
 
 def _entries(row: Row, key: str, value: object) -> list[object]:
-    """The answers of a value that is no text."""
+    """Read gold answers from non-text values."""
     if isinstance(value, Mapping):
         found = _entries_of_object({k: v for k, v in value.items() if v is not None})
     elif isinstance(value, list | tuple):
@@ -66,12 +66,12 @@ def _entries(row: Row, key: str, value: object) -> list[object]:
     else:
         found = [value]
     if not found:
-        raise row.fail(f"{key!r} must be a text, a number or a list of these; got {shown_with_type(value)}")
+        raise row.fail(f"{key!r} must be text, a number, or a list of these; got {shown_with_type(value)}")
     return found
 
 
 def _entries_of_object(value: Mapping[str, object]) -> list[object]:
-    """The answers of an object: of its one key, or of a key that is called so, with its other spellings."""
+    """Read gold answers from an object: its only value, or the value of a known key plus aliases."""
     answer = None
     if len(value) == 1:
         (answer,) = value.values()

@@ -25,7 +25,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
 
-# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of a turn.
+# Turns begin at the start of the text or after a blank line; elsewhere, ``Human:`` is part of a turn.
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 Half = Literal["first", "second"]
@@ -47,35 +47,35 @@ def hh_rlhf(
     half: Half | None = None,
     strip_thinking: bool = False,
 ) -> Task:
-    """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
+    """HH-RLHF from the hub, or a local file with keys ``chosen``, ``rejected`` and optionally ``subset``.
 
-    Both hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer (chosen
-    1, rejected 0) and the others are the prompt. There is no gold answer. A turn begins with ``Human:`` or
-    ``Assistant:`` behind a blank line; turns of one role that follow one another are one message. Dropped and counted:
-    dialogues that part before their last turn, do not end with the assistant's or begin with it, blank turns, and equal
-    answers.
+    Each key holds a complete dialogue as text. The final assistant turn is the response (chosen 1, rejected 0), and
+    all previous turns form the prompt, without gold answers. Turns begin with ``Human:`` or ``Assistant:`` after a
+    blank line. Consecutive turns by the same role are merged. Dropped and counted: pairs whose prompts differ,
+    dialogues that begin with the assistant or do not end with it, blank turns, and identical responses.
 
     Args:
-        split: ``validation`` is a part of the training dialogues chosen by a hash of their first human turn, so that
-            dialogues that begin alike stand on one side; ``train`` is the rest. ``test`` of a local file is all of it.
-        subset: one of the four, or all. Kept in meta.
-        test_path: the test dialogues of a local ``path``; needed with ``test_share``.
-        validation_share: share of the first turns that is held out.
-        test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
-            test split, on which the reward model was not trained, without its responses. Prompts beyond the share, and
-            test prompts that begin as a held-out dialogue does, are left out and counted.
-        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that
-            holds nothing else, is dropped and counted.
+        split: ``validation`` is selected from training dialogues by hashing the first human turn, so dialogues with a
+            common beginning stay together; ``train`` is the rest. For local files, ``test`` uses all rows.
+        subset: one of the four subsets, or all. Kept in meta.
+        test_path: test dialogues for a local ``path``, required by ``test_share``.
+        validation_share: fraction of first turns to hold out.
+        test_share: for policies trained against a reward model. This fraction of ``train`` prompts comes from the
+            test split, unseen by the reward model, without responses. Surplus prompts are dropped and counted, as are
+            test prompts whose first turn also occurs in the held-out part.
+        half: use only one half of all dialogues, selected by hashing the first human turn, to train a second reward
+            model.
+        strip_thinking: remove ``<think>`` … ``</think>`` from responses. Responses with unclosed thinking, or nothing
+            else, are dropped and counted.
 
     Raises:
-        UsageError: ``test_share`` with a local file and no ``test_path``.
+        UsageError: ``test_share`` with a local file but without ``test_path``.
 
     Source: Bai et al. 2022 (arXiv 2204.05862).
     """
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:
-        raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
+        raise UsageError("task hh_rlhf: test_share also requires test dialogues; set task.test_path")
     collected = _read(path, source, subset, split, strip_thinking)
     examples = choose_split(collected.examples, split, validation_share, path or f"hub:{HUB}/{source}", by_opening=True)
     if split == "train" and test_share > 0:
@@ -83,7 +83,7 @@ def hh_rlhf(
         examples = _mix_prompts(examples, test, test_share, collected)
     if half is not None:
         kept = [example for example in examples if _half_of(example) == half]
-        collected.dropped["of the other half"] += len(examples) - len(kept)
+        collected.dropped["in the other half"] += len(examples) - len(kept)
         examples = kept
     return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
 
@@ -92,9 +92,9 @@ _opening = partial(prompt_hash, by_opening=True)
 
 
 def _half_of(example: Example) -> Half:
-    """The half of a dialogue, by the 40th bit of its hash.
+    """Assign a dialogue to a half, using the 40th bit of its hash.
 
-    The split says nothing about this bit, so two models never learn the same prompts.
+    This bit is independent of the split, so two models never train on the same prompts.
     """
     if int(_opening(example) * 2**40) & 1:
         return "second"
@@ -102,7 +102,7 @@ def _half_of(example: Example) -> Half:
 
 
 def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> CollectedExamples:
-    """All dialogues of a file, or of a split on the hub, that can be used."""
+    """Read all usable dialogues from a file or hub split."""
 
     if path is None:
         rows = _hub_rows(source, subset)
@@ -111,12 +111,12 @@ def _read(path: str | None, source: str, subset: Subset, split: str, strip_think
     read = partial(read_pair, strip_thinking=strip_thinking)
     collected = collect_examples(rows, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
-        raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
+        raise DataError(path, f"contains no dialogue from subset {subset!r}; set task.subset to all")
     return collected
 
 
 def _hub_rows(source: str, subset: Subset) -> Iterator[Row]:
-    """The rows of a split on the hub, with their subset as a key."""
+    """Read rows from a hub split, adding their subset as a key."""
     names: Sequence[Subset] = (subset,)
     if subset == "all":
         names = SUBSETS
@@ -126,62 +126,62 @@ def _hub_rows(source: str, subset: Subset) -> Iterator[Row]:
 
 
 def _file_rows(path: str, subset: Subset) -> Iterator[Row]:
-    """The rows of a local file that belong to the subset."""
+    """Read a subset's rows from a local file."""
     for row in read_file(path):
         row.refuse_if(
             subset != "all" and not row.has("subset"),
-            "the row does not say of which subset it is ('subset'); set task.subset to all",
+            "missing key 'subset'; set task.subset to all",
         )
         if subset in ("all", row.data.get("subset")):
             yield row
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
-    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
+    """Parse turns, stripping whitespace. Turns may be blank or repeat the previous role.
 
     Raises:
-        Dropped: no turn, or text before the first one.
+        Dropped: no turns, or text before the first.
     """
     before, *parts = _TURN.split(text)
-    drop_if(not parts or before.strip(), "the text does not begin with a turn ('Human:' or 'Assistant:')")
+    drop_if(not parts or before.strip(), "does not begin with a turn ('Human:' or 'Assistant:')")
     return tuple(Message(_ROLES[name], texts.strip()) for name, texts in zip(parts[0::2], parts[1::2], strict=True))
 
 
 def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
-    """Turns of one role that follow one another as one message, a blank line between their texts.
+    """Merge consecutive turns by the same role, separated by blank lines.
 
-    Chat templates ask for roles that alternate. A blank turn next to one of its own role disappears in it.
+    Chat templates require alternating roles. Blank turns disappear when merged with neighbors.
 
     Raises:
-        Dropped: a blank turn that stands alone.
+        Dropped: an isolated blank turn.
     """
     merged = []
     for role, same in groupby(turns, key=attrgetter("role")):
         content = "\n\n".join(turn.content for turn in same if turn.content)
-        drop_if(not content, "a blank turn")
+        drop_if(not content, "blank turn")
         merged.append(Message(role, content))
     return tuple(merged)
 
 
 def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
-    """One row as a pair.
+    """Read a row as a preference pair.
 
     Raises:
-        Dropped: the row cannot be used.
-        DataError: a key is missing or of the wrong type.
+        Dropped: unusable row.
+        DataError: missing key or wrong type.
     """
     chosen = parse_turns(row.text("chosen"))
     rejected = parse_turns(row.text("rejected"))
     ends_with_reply = chosen[-1].role == rejected[-1].role == "assistant"
-    drop_if(not ends_with_reply, "the dialogue does not end with the assistant's turn")
-    drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' part before their last turn")
+    drop_if(not ends_with_reply, "last turn is not the assistant's")
+    drop_if(chosen[:-1] != rejected[:-1], "'chosen' and 'rejected' differ before their last turn")
     chosen = merge_turns(chosen)
     rejected = merge_turns(rejected)
     prompt = chosen[:-1]
-    drop_if(chosen[0].role != "user", "the dialogue begins with the assistant's turn")
+    drop_if(chosen[0].role != "user", "first turn is the assistant's")
     better = answer_text(chosen[-1].content, strip_thinking=strip_thinking)
     worse = answer_text(rejected[-1].content, strip_thinking=strip_thinking)
-    drop_if(better == worse, "'chosen' and 'rejected' are the same")
+    drop_if(better == worse, "'chosen' and 'rejected' are identical")
     responses = (Response(better, 1.0), Response(worse, 0.0))
     if not row.has("subset"):
         return Example("", prompt, responses=responses)
@@ -192,22 +192,23 @@ def read_pair(row: Row, *, strip_thinking: bool = False) -> Example:
 def _mix_prompts(
     train: Sequence[Example], tests: CollectedExamples, share: float, whole: CollectedExamples
 ) -> list[Example]:
-    """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
+    """Combine training examples with test prompts, which make up a fraction ``share`` and lose their responses.
 
-    Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many
-    loses those of the highest hash. All are counted in ``whole``. Meta says of which split a prompt is.
+    Test dialogues beginning like a held-out one (in ``whole`` but not in ``train``) are dropped. Whichever side is
+    too large loses the examples with the highest hashes. Dropped examples are counted in ``whole``. meta records the
+    original split.
     """
     whole.dropped.update(tests.dropped)
     held_out = {_opening(e) for e in whole.examples} - {_opening(e) for e in train}
     test = [e for e in tests.examples if _opening(e) not in held_out]
     if len(test) < len(tests.examples):
-        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
+        whole.dropped["test prompts beginning like a held-out dialogue"] += len(tests.examples) - len(test)
     num_train = round(min(len(train), len(test) * (1 - share) / share))
     num_test = round(min(len(test), len(train) * share / (1 - share)))
     if num_train < len(train):
-        whole.dropped["training prompts left out to keep task.test_share"] += len(train) - num_train
+        whole.dropped["training prompts beyond task.test_share"] += len(train) - num_train
     if num_test < len(test):
-        whole.dropped["test prompts left out to keep task.test_share"] += len(test) - num_test
+        whole.dropped["test prompts beyond task.test_share"] += len(test) - num_test
     kept: list[Example] = []
     for example in _of_lowest_hash(train, num_train):
         kept.append(replace(example, meta={**example.meta, "source": "train"}))
@@ -217,19 +218,19 @@ def _mix_prompts(
 
 
 def _of_lowest_hash(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many examples whose prompts have the lowest hashes, in their order."""
+    """Select the ``count`` examples with the lowest prompt hashes, preserving order."""
     by_hash = sorted(range(len(examples)), key=lambda place: prompt_hash(examples[place]))
     return [examples[place] for place in sorted(by_hash[:count])]
 
 
 def answer_text(text: str, *, strip_thinking: bool) -> str:
-    """Return a given answer as it stands, or without its thinking and the white space around what is left.
+    """Optionally strip thinking and surrounding whitespace from a response.
 
-    Blocks of thinking go with the blocks inside them. A ``</think>`` that closes nothing ends thinking that the prompt
-    opened: all before it goes as well.
+    Thinking blocks may be nested. An unmatched ``</think>`` closes a block opened by the prompt, so everything before
+    it is removed too.
 
     Raises:
-        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+        Dropped: an unclosed ``<think>``, or nothing but thinking.
     """
     if not strip_thinking:
         return text
@@ -244,6 +245,6 @@ def answer_text(text: str, *, strip_thinking: bool) -> str:
             kept = ""
         elif depth == 0:
             kept += part
-    drop_if(depth, "a <think> that never closes")
-    drop_if(not kept.strip(), "an answer of nothing but thinking")
+    drop_if(depth, "unclosed <think>")
+    drop_if(not kept.strip(), "response contains only thinking")
     return kept.strip()

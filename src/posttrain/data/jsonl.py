@@ -1,4 +1,4 @@
-"""Your own rows: any file of prompts with answers, solutions, responses or whole conversations."""
+"""Custom data files containing prompts with answers, solutions, responses or conversations."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ ALIASES = {
     "prompt": ("instruction", *QUESTION_KEYS),
     "response": ("completion", "output"),
 }
-LABEL_KEYS = ("label", "labels", "kto_tag")  # of judged answers
-ANY = "any_answer"  # the grader of several gold answers
-# Why a response whose grader's word is not ``right`` was left out.
+LABEL_KEYS = ("label", "labels", "kto_tag")  # in scored responses
+ANY = "any_answer"  # grader for multiple accepted answers
+# Reasons for dropping responses that were not graded ``right``.
 OUTCOMES: dict[Outcome, str] = {
-    "wrong": "a wrong answer",
-    "no_answer": "no answer in the response",
+    "wrong": "incorrect answer",
+    "no_answer": "no answer found",
     "ungraded": "nothing to grade against",
-    "timeout": "the grader took too long",
-    "crash": "the grader died on it",
+    "timeout": "grader timeout",
+    "crash": "grader crash",
 }
-# A formula: a command of LaTeX, a power, a symbol, an equation, a tuple, set or interval, a sum with a letter.
+# Formulas: LaTeX commands, powers, symbols, equations, tuples, sets, intervals, sums with variables.
 _FORMULA = re.compile(
     r"\\[A-Za-z]|[\^√π∞≤≥±∪∩]|\bsqrt\b|\b[a-z]\s*=|\A\s*[\[({][-+\w./ ]+(?:,[-+\w./ ]+)+[\])}]\s*\Z"
     r"|\b\d*[a-z]\s*[-+*/]\s*\d|\d\s*[-+*/]\s*\d*[a-z]\b"
@@ -85,34 +85,34 @@ def jsonl(
     test_share: Share = 0.1,
     correct_only: bool = False,
 ) -> Task:
-    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT, Alpaca and verl.
+    """Rows from ``.jsonl``, ``.json``, ``.csv`` or ``.parquet``, in the layouts of TRL, ShareGPT, Alpaca and verl.
 
-    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
-    to imitate, as is the assistant's message at the end of messages, maybe a call; such a row needs no answer. A row
-    with nothing but a ``text`` is one to read, under ``prompt.template: document``. ``system`` and ``tools`` of a row
-    go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools (``tool_calls``, then the
-    role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or ``train: false`` is not
-    trained. The template decides how the response is written. Every other key is carried along in ``meta``; one that
-    would change what is trained is refused, and a line names the texts that the prompt does not show.
+    Rows contain a prompt or messages, plus either a gold answer (text or number), optionally with a solution, or a
+    response to imitate: complete text, or a final assistant message, which may be a call. Rows with a response need
+    no gold answer. Rows containing only ``text`` are raw text for ``prompt.template: document``. ``system`` and
+    ``tools`` are added to the prompt, ``chat_template_kwargs`` are passed to the chat template. Messages may use
+    tools (``tool_calls``, then one ``tool`` message per result) and ``reasoning_content``. Messages with
+    ``weight: 0`` or ``train: false`` are not trained. The template formats responses. All other keys are kept in
+    ``meta``, but unread keys that affect training are refused. A startup line lists text missing from the prompt.
 
-    A list of texts (or a column for each) next to a gold answer that is an index, a letter or one of the texts in every
-    row is a multiple choice: lettered lines in the prompt, a letter as gold answer, the grader ``multiple_choice``.
+    Multiple choice is detected from a list of options (or one column per option) and a gold answer that is an index,
+    letter, or option text in every row. Prompts then show lettered options, gold answers become letters, and the
+    grader is ``multiple_choice``.
 
     Args:
-        split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
-            message, ``train`` is the rest, ``all`` the whole file.
-        prompt_key: of a text or messages; else ``instruction`` with ``input``, ``question``, ``problem`` or ``query``.
-            Messages come first.
-        messages_key: of the conversation; else ``conversations`` or ``conversation``.
-        answer_key: where the gold answer stands (maybe after a solution and ``####``), else verl's
-            ``reward_model.ground_truth``; ``""`` if the data have none.
-        solution_key: where the worked solution, without the answer, stands; rows may lack it.
-        response_key: where the whole response stands, else ``completion`` or ``output``.
-        choices_key: where the options of a multiple choice are, if several columns could be; ``""`` reads none.
-        first_index: what an index counts from, if the rows do not show it.
-        grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
-            ``numeric``, which compares words as text; a run says which, and why.
-        correct_only: keep only the demonstrations that the grader finds right; the others are counted.
+        split: ``validation`` and ``test`` are selected by hashing the prompt through the first user message;
+            ``train`` is the rest, ``all`` the complete file.
+        prompt_key: text or messages; also ``instruction`` with ``input``, ``question``, ``problem``, ``query``.
+            A conversation takes precedence.
+        messages_key: key with the conversation; alternatively ``conversations`` or ``conversation``.
+        answer_key: key with the gold answer, optionally preceded by a solution and ``####``; alternatively verl's
+            ``reward_model.ground_truth``. Set to ``""`` for data without gold answers.
+        solution_key: key with the worked solution, excluding the answer. Optional per row.
+        response_key: key with the complete response; alternatively ``completion`` or ``output``.
+        choices_key: key with multiple choice options, if ambiguous. ``""`` disables detection.
+        first_index: index base of gold answers, if it cannot be inferred.
+        grader: defaults to ``math`` if any gold answer is a formula, else ``numeric``, which compares words as text.
+        correct_only: keep only demonstrations that are graded as correct. Dropped ones are counted.
     """
     if grader is not None:
         find("grader", grader, "task.grader")
@@ -130,10 +130,10 @@ def jsonl(
 def _collect(
     path: str, name: str, layout: Layout, silenced: Sequence[str], ignored: Sequence[str]
 ) -> tuple[CollectedExamples, Layout]:
-    """The examples of a file, and the layout that its rows have."""
+    """Read a file's examples, and detect the layout of its rows."""
     rows, layout = _with_choices(read_file(path), layout, frozenset((*silenced, *ignored)))
     if layout.first_index is not None and layout.choices is None:
-        raise UsageError(f"task.first_index: the rows of {path} are no multiple choice. Leave the option out")
+        raise UsageError(f"task.first_index: rows in {path} are not multiple choice. Remove the option")
     collected = collect_examples(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
     return collected, layout
@@ -141,21 +141,21 @@ def _collect(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The reading of rows as examples: ``keys`` are the options' names of the parts."""
+    """Converts rows to examples. ``keys`` maps parts to row keys."""
 
     keys: Mapping[str, str]
     prompt_format: PromptFormat | None = None
     choices: ChoiceColumns | None = None
-    choices_key: str | None = None  # as the recipe has it, and so the next
+    choices_key: str | None = None  # as given in the recipe
     first_index: FirstIndex | None = None
-    question: str = PROMPT  # how ``task.prompt_format`` names it
+    question: str = PROMPT  # placeholder used by ``task.prompt_format``
     notes: tuple[str, ...] = ()
 
     def read(self, row: Row) -> Example:
-        """Return a row as an example.
+        """Convert a row to an example.
 
         Raises:
-            DataError: a key is missing, of the wrong type or empty.
+            DataError: missing key, wrong type, or empty value.
         """
         example = self._read(row)
         columns = _columns_read(row, self.keys)
@@ -172,16 +172,16 @@ class Layout:
         return with_choices(example, self.choices, row, shows=shows_options)
 
     def names_any_of(self, columns: Sequence[str]) -> bool:
-        """Return whether ``task.prompt_format`` names one of these columns."""
+        """Check if ``task.prompt_format`` contains any of these columns."""
         return self.prompt_format is not None and not set(columns).isdisjoint(self.prompt_format.fields)
 
     def question_of(self, row: Row) -> str:
-        """Return the question of a row as its prompt shows it."""
+        """Build a row's question as shown in its prompt."""
         return last_question(_prompt_messages(replace(row, used=set()), self.keys, self.prompt_format))
 
 
 def _with_choices(rows: Iterable[Row], layout: Layout, excluded: frozenset[str]) -> tuple[Iterable[Row], Layout]:
-    """The rows, and the layout with the columns of the multiple choice that they are; rows are kept only for that."""
+    """Detect multiple choice columns. Rows are held in memory only if needed for detection."""
     following = iter(rows)
     first = next(following, None)
     if first is None:
@@ -203,24 +203,24 @@ def _with_choices(rows: Iterable[Row], layout: Layout, excluded: frozenset[str])
         return kept, replace(layout, notes=describe_near_miss(seen, answer_key, excluded))
     found = choose_columns(seen, candidates, layout.question_of, layout.first_index)
     are_texts = len(found.keys) > 1 and layout.names_any_of(found.keys)
-    if are_texts and not found.is_shown:  # the format shows two columns that are no lettered options
+    if are_texts and not found.is_shown:  # the format uses individual columns, without lettering
         return kept, layout
     return seen, replace(layout, choices=found)
 
 
 def _may_be_choice(first: Row, layout: Layout, excluded: frozenset[str]) -> bool:
-    """Return whether a file with this first row may be a multiple choice, for which all of its rows are kept."""
+    """Check if a file may be multiple choice given its first row. Detection then loads all rows."""
     answer_key = layout.keys["answer"]
     if layout.choices_key == "" or not answer_key:
         return False
     has_response = first.has(_key_of(first, "response", layout.keys)) or _ends_with_reply(first, layout.keys)
-    if has_response and not first.has(answer_key):  # such a row needs no gold answer, so that none is looked for
+    if has_response and not first.has(answer_key):  # needs no gold answer, so skip detection
         return False
     return layout.choices_key is not None or has_options(first, answer_key, excluded)
 
 
 def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
-    """Return whether the row is a conversation that ends with the assistant's message."""
+    """Check if the row is a conversation ending with an assistant message."""
     for part in ("messages", "prompt"):
         key = _key_of(row, part, keys)
         value = row.peek(key)
@@ -232,7 +232,7 @@ def _ends_with_reply(row: Row, keys: Mapping[str, str]) -> bool:
 
 
 def _settle_grader(collected: CollectedExamples, grader: str | None, layout: Layout) -> tuple[str, ...]:
-    """Give every example its grader, and return the lines about graders, choices and columns."""
+    """Set the grader for each example, and return startup lines about grader, choices and columns."""
     lines: tuple[str, ...] = ()
     if layout.choices is not None:
         chosen = grader or "multiple_choice"
@@ -244,12 +244,12 @@ def _settle_grader(collected: CollectedExamples, grader: str | None, layout: Lay
     several = [example for example in collected.examples if example.grader == ANY]
     if several and grader not in (None, "math", ANY):
         raise UsageError(
-            f"task.grader: {grader} compares with one gold answer, and {several[0].id} has "
-            f"{len(several[0].meta['answers'])}. Leave it out, which takes {ANY}, or give each row one answer"
+            f"task.grader: {grader} supports a single gold answer, but {several[0].id} has "
+            f"{len(several[0].meta['answers'])}. Unset it to use {ANY}, or keep one answer per row"
         )
     if several:
         how_many = f"{len(several):,} of {len(collected.examples):,} examples"
-        lines += (f"task.grader: {ANY} for {how_many}, which have several gold answers, each right",)
+        lines += (f"task.grader: {ANY} for {how_many} with multiple accepted answers",)
     ids = {example.id for example in several}
     collected.examples = [
         example if example.id in ids else replace(example, grader=chosen) for example in collected.examples
@@ -258,12 +258,12 @@ def _settle_grader(collected: CollectedExamples, grader: str | None, layout: Lay
 
 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
-    """The key of a part in a row; another name counts only if the option is left at its default."""
+    """Find a part's key in a row. Aliases apply only if the option was left at its default."""
     named = keys[part]
     others: Sequence[str] = ()
     if named == part and not row.has(named):
         others = ALIASES.get(part, ())
-    if part == "response":  # ``output`` is what is wanted only next to Alpaca's instruction
+    if part == "response":  # ``output`` is a response only in Alpaca rows
         if row.has(_key_of(row, "messages", keys)):
             others = ()
         elif not row.has("instruction"):
@@ -272,7 +272,7 @@ def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
 
 
 def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
-    """The grader that gold answers need, and a line that says so (no line without gold answers)."""
+    """Choose a grader that suits all gold answers, with a line explaining why (if there are any)."""
     golds = [(example.id, example.answer) for example in examples if example.answer is not None]
     not_numbers = [(name, gold) for name, gold in golds if parse_quantity(gold) is None]
     formulas = [(name, gold) for name, gold in not_numbers if _FORMULA.search(gold)]
@@ -294,35 +294,35 @@ def read_example(
     prompt_format: PromptFormat | None = None,
     options: Mapping[str, Sequence[str]] | None = None,
 ) -> Example:
-    """One row as an example; ``keys`` are the options' names of its parts.
+    """Convert a row to an example. ``keys`` are the key options, by part.
 
-    ``prompt_format`` writes the question; ``options`` of a multiple choice are lettered lines in it.
+    ``prompt_format`` formats the question, with multiple choice ``options`` as lettered lines.
 
     Raises:
-        DataError: a key is missing, of the wrong type or empty.
+        DataError: missing key, wrong type, or empty value.
     """
     if prompt_format is None and _is_text_alone(row, keys):
         return Example("", (), answer=None, demonstration=row.text("text"), meta=row.meta())
     messages = add_system(row, _prompt_messages(row, keys, prompt_format, options))
     solution = row.text(keys["solution"]) if row.has(keys["solution"]) else None
-    given: dict[str, str] = {}  # what is to be imitated, by the place where it was found
+    given: dict[str, str] = {}  # responses to imitate, by location
     response_key = _key_of(row, "response", keys)
     if row.has(response_key):
         if row.is_text(response_key):
             given[repr(response_key)] = _read_response(row, response_key)
-        else:  # a completion in messages
+        else:  # conversational completion
             messages += read_messages(row, response_key, before=messages, ends_with_calls=True)
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     if messages[-1].role == "assistant":
-        given[f"an assistant's message at the end of {_conversation_key(row, keys)!r}"] = _reply_text(messages[-1])
+        given[f"a final assistant message in {_conversation_key(row, keys)!r}"] = _reply_text(messages[-1])
         conversation = messages
         messages, turns = _before_reply(row, keys, messages)
     places = list(given)
     if solution is not None:
         places.insert(0, repr(keys["solution"]))
     if len(places) > 1:
-        raise row.fail(f"both {' and '.join(places)}: give one; task.ignore_keys leaves the other out")
+        raise row.fail(f"got both {' and '.join(places)}; remove one, or ignore it with task.ignore_keys")
     demonstration = None
     if given:
         demonstration = given[places[0]]
@@ -351,13 +351,13 @@ def read_example(
 
 
 def _columns_read(row: Row, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that were read, as the row has them, without the conversation."""
+    """Original values of all keys read from the row, except the conversation."""
     excluded = {_key_of(row, part, keys) for part in ("prompt", "messages", "response")}
     return {key: row.as_written(row.data[key]) for key in row.data if key in row.used - excluded}
 
 
 def _is_conversation(row: Row, keys: Mapping[str, str]) -> bool:
-    """Return whether the row has its prompt as messages."""
+    """Check if the row's prompt consists of messages."""
     if row.has(_key_of(row, "messages", keys)):
         return True
     key = _key_of(row, "prompt", keys)
@@ -365,7 +365,7 @@ def _is_conversation(row: Row, keys: Mapping[str, str]) -> bool:
 
 
 def _read_response(row: Row, key: str) -> str:
-    """The response under a key, behind the row's own reasoning."""
+    """Read a response, preceded by the row's reasoning if given separately."""
     thoughts = [name for name in REASONING_KEYS if row.has(name) and not is_only_space(str(row.data[name]))]
     reasoning = None
     if thoughts:
@@ -374,7 +374,7 @@ def _read_response(row: Row, key: str) -> str:
 
 
 def _conversation_key(row: Row, keys: Mapping[str, str]) -> str:
-    """The key of the conversation: that of messages, or of a prompt that holds them."""
+    """Find the conversation's key: messages, or a prompt containing messages."""
     messages_key = _key_of(row, "messages", keys)
     if row.has(messages_key):
         return messages_key
@@ -384,57 +384,57 @@ def _conversation_key(row: Row, keys: Mapping[str, str]) -> str:
 def _before_reply(
     row: Row, keys: Mapping[str, str], messages: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
-    """The prompt before the assistant's last message, and the turns before it in which tools are used."""
+    """Split off the final assistant message: return the prompt and preceding tool turns."""
     row.refuse_if(
         len(messages) == 1,
-        f"{keys['messages']!r} holds nothing but the assistant's message; a prompt must come before it",
+        f"{keys['messages']!r} contains only an assistant message; add a prompt before it",
     )
     refuse_two_replies(row, messages)
     return split_turns(messages[:-1])
 
 
 def _reply_text(message: Message) -> str:
-    """The text of the assistant's last message, with a line for each of its calls."""
+    """Format the final assistant message as text, with one line per call."""
     calls = [f"{call.tool} {call.raw_arguments}" for call in message.calls]
     return "\n".join([message.text, *calls]).lstrip()
 
 
 def _refuse_reasoning(row: Row) -> None:
-    """Refuse reasoning of the row that no response in text has read."""
+    """Refuse separate reasoning that was not read, because it belongs to a text response."""
     unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
     row.refuse_if(
-        unread is not None, f"the key {unread!r} of the row belongs to a response in text; put it into the last message"
+        unread is not None, f"the key {unread!r} applies only to text responses; move it into the last message"
     )
 
 
 def _refuse_judged(row: Row, of_response: str) -> None:
-    """Refuse a response that has a label: a judged answer, which may be a bad one."""
+    """Refuse labeled responses, since a scored response may be bad."""
     labels = [value for key, value in row.data.items() if key in LABEL_KEYS and value is not None]
     in_layout = of_response in ALIASES["response"] and (row.has("label") or row.has("labels"))
     row.refuse_if(
         in_layout or any(isinstance(label, bool) for label in labels),
-        f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences (label)",
+        f"{of_response!r} has a label, so it is a scored response, not a demonstration; use task preferences (label)",
     )
 
 
 def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[str]]:
-    """Return the working in front of the gold answer (GSM8K's ``####``; empty without), and the gold answers."""
+    """Split a gold answer into (solution, gold answers) at GSM8K's ``####``. The solution may be empty."""
     if of_answer == "answer" and not row.has(of_answer) and _has_ground_truth(row):
         row = _with_ground_truth(row)
         of_answer = "ground_truth"
     if not of_answer or not (needed or row.has(of_answer)):
         return "", []
-    otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+    otherwise = 'task.answer_key, or set it to "" for data without answers; for complete responses, task.response_key'
     if row.has("chosen"):
-        otherwise += "; pairs are read by task preferences"
-    row.need(of_answer, f". Name the right one as {otherwise}")
+        otherwise += "; for pairs, task preferences"
+    row.need(of_answer, f". Set {otherwise}")
     golds = golds_of(row, of_answer)
     if len(golds) > 1:
         return "", golds
     (answer,) = golds
     before, _, behind = answer.rpartition("####")
     result = behind.partition("\n")[0].strip()
-    if behind != answer and parse_quantity(result) is not None:  # also amid a line, or with text below it
+    if behind != answer and parse_quantity(result) is not None:  # may be within a line, or followed by other text
         return before.strip(), [result]
     if before.strip() and before.endswith("\n") and result:
         return before.strip(), [behind.strip()]
@@ -442,7 +442,7 @@ def _gold_answers(row: Row, of_answer: str, *, needed: bool) -> tuple[str, list[
 
 
 def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
-    """Return True for a row of a ``text`` to read, where no option names a part and no other part is there."""
+    """Check for rows of raw ``text``, without other parts and with default key options."""
     are_named = keys["prompt"] != "prompt" or keys["messages"] != "messages" or keys["answer"] not in ("answer", "")
     if are_named or not row.has("text"):
         return False
@@ -451,7 +451,7 @@ def _is_text_alone(row: Row, keys: Mapping[str, str]) -> bool:
 
 
 def _has_ground_truth(row: Row) -> bool:
-    """Return True for a row of verl's layout; the key does not count as used."""
+    """Check for verl's layout, without marking the key as used."""
     for key, value in row.data.items():
         if key == "reward_model":
             return isinstance(value, Mapping | str) and "ground_truth" in value
@@ -459,10 +459,12 @@ def _has_ground_truth(row: Row) -> bool:
 
 
 def _with_ground_truth(row: Row) -> Row:
-    """The row with the ``ground_truth`` of verl's ``reward_model`` next to its other keys."""
+    """Copy ``ground_truth`` from verl's ``reward_model`` to the top level."""
     inside = row.nested("reward_model")
     row.refuse_if(not isinstance(inside, Mapping), f"'reward_model' must be an object; got {shown_with_type(inside)}")
-    row.refuse_if(row.has("ground_truth"), "the row has 'ground_truth' twice, once in 'reward_model'; give one")
+    row.refuse_if(
+        row.has("ground_truth"), "duplicate 'ground_truth', both top-level and in 'reward_model'; keep only one"
+    )
     return replace(row, data={**row.data, "ground_truth": inside.get("ground_truth")})
 
 
@@ -472,7 +474,9 @@ def _prompt_messages(
     prompt_format: PromptFormat | None,
     options: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[Message, ...]:
-    """The prompt of a row; ``prompt_format`` writes the user's last message, or all of a row without one."""
+    """Build a row's prompt. ``prompt_format`` rewrites the last user message, or the entire prompt if there are no
+    messages.
+    """
     if prompt_format is None:
         return _given_messages(row, keys)
     prompt_key = _key_of(row, "prompt", keys)
@@ -484,22 +488,22 @@ def _prompt_messages(
         return prompt_format.rewrite(row, _given_messages(row, keys), (prompt_key,), options)
     question = None
     if not {PROMPT, prompt_key}.intersection(prompt_format.fields):
-        row.used.discard(prompt_key)  # then the prompt does not show it
+        row.used.discard(prompt_key)  # not shown in the prompt
     elif PROMPT in prompt_format.fields and prompt_key != PROMPT:
         question = row.text(prompt_key)
     return (Message("user", prompt_format.fill(row, question, options)),)
 
 
 def _given_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
-    """The conversation or the prompt of a row as it stands there."""
+    """Read a row's original conversation or prompt."""
     messages_key = _key_of(row, "messages", keys)
     prompt_key = _key_of(row, "prompt", keys)
     if row.has(messages_key):
         return read_messages(row, messages_key, ends_with_calls=True)
     if prompt_key == "instruction":
         return read_instruction(row)
-    option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
-    row.need(prompt_key, f". Name the right one as {option}")
+    option = f"task.prompt_key (for conversations: task.messages_key, now {keys['messages']!r})"
+    row.need(prompt_key, f". Set {option}")
     value = row.data[prompt_key]
     if isinstance(value, str):
         is_conversation = not row.is_text(prompt_key)
@@ -512,11 +516,11 @@ def _given_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
 
 
 def _keep_correct(collected: CollectedExamples, place: str) -> None:
-    """Keep the examples whose demonstration is right, and count the others by the grader's word."""
+    """Grade demonstrations and keep only correct ones. Dropped examples are counted by outcome."""
     graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:
         raise UsageError(
-            f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
+            f"{place}: task.correct_only requires rows with both response and gold answer, but found none; set "
             "task.response_key and task.answer_key"
         )
     submissions = []
@@ -532,7 +536,7 @@ def _keep_correct(collected: CollectedExamples, place: str) -> None:
             outcomes[number] = verdict.outcome
     left_over = len(collected.examples) - len(graded)
     if left_over:
-        collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
+        collected.dropped["correct_only: missing response or gold answer"] += left_over
     collected.dropped.update(f"correct_only: {OUTCOMES[outcome]}" for outcome in outcomes if outcome != "right")
     collected.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
     collected.require_examples(place)

@@ -1,4 +1,4 @@
-"""Messages of a conversation as rows write them. Every key of a message is read, or refused by its name."""
+"""Parse conversations from rows. Each message key is either used or refused by name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.types import Call, Message
 
-SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
-QUESTION_KEYS = ("question", "problem", "query")  # of a prompt in rows without ``prompt``
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+QUESTION_KEYS = ("question", "problem", "query")  # alternatives to ``prompt``
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
+# ``train: false`` and ``weight: 0`` are equivalent: the message is context only.
 _TRAINED_KEYS = ("weight", "train")
 _CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
-_FUNCTION_KEYS = ("name", "arguments", "parsed_arguments")  # OpenAI's client adds the last, which says the same
+_FUNCTION_KEYS = ("name", "arguments", "parsed_arguments")  # OpenAI's client adds the redundant ``parsed_arguments``
 _OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
 
 
 def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
-    """The prompt under ``key``: a text is the user's, messages end with another's than the assistant's."""
+    """Read a prompt. Text becomes a user message; messages must not end with the assistant."""
     if row.is_text(key) or key not in row.data:
         return (Message("user", row.text(key)),)
     messages = read_messages(row, key)
     row.refuse_if(
         messages[-1].role == "assistant",
-        f"{key!r} ends with the assistant's message, which an answer would have to continue",
+        f"{key!r} ends with an assistant message, but must end before the response",
     )
     return messages
 
@@ -38,12 +38,12 @@ def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
 def read_messages(
     row: Row, key: str, *, before: Sequence[Message] = (), ends_with_calls: bool = False
 ) -> tuple[Message, ...]:
-    """The conversation under ``key``: a list of messages, or one message.
+    """Read a conversation: a list of messages, or a single message.
 
-    ``before``: the messages that these go on from. ``ends_with_calls``: the last may call tools without results.
+    ``before``: preceding messages. ``ends_with_calls``: the last message may call tools without results.
 
     Raises:
-        DataError: missing, of another shape, empty, with an unknown role or key, or a tool's results that fit no calls.
+        DataError: missing, wrong type, empty, unknown role or key, or tool results that do not match calls.
     """
     row.need(key)
     value = row.nested(key)
@@ -60,21 +60,21 @@ def read_messages(
 
 
 def last_of_user(messages: Sequence[Message]) -> int | None:
-    """The place of the user's last message."""
+    """Find the last user message's index."""
     return max((place for place, message in enumerate(messages) if message.role == "user"), default=None)
 
 
 def with_content(messages: tuple[Message, ...], place: int, content: str) -> tuple[Message, ...]:
-    """The messages with another content at one place."""
+    """Replace a message's content."""
     return (*messages[:place], replace(messages[place], content=content), *messages[place + 1 :])
 
 
 def refuse_two_replies(row: Row, messages: Sequence[Message]) -> None:
-    """Refuse a conversation to train on in which the assistant follows the assistant."""
+    """Refuse training conversations with consecutive assistant messages."""
     for number, (one, other) in enumerate(pairwise(messages), start=1):
         row.refuse_if(
             one.role == other.role == "assistant" and not one.calls,
-            f"messages {number} and {number + 1} are both the assistant's; join them into one",
+            f"messages {number} and {number + 1} are both from the assistant; merge them",
         )
 
 
@@ -95,8 +95,8 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     if role_key not in fields or (content_key not in fields and needs_content):
         hint = ""
         if "function_call" in fields:
-            hint = ". A call is written as 'tool_calls', not 'function_call'"
-        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown_with_type(item)}{hint}")
+            hint = ". Use 'tool_calls' instead of 'function_call'"
+        raise row.fail(f"{where}: requires keys 'role' and 'content'; got {shown_with_type(item)}{hint}")
     role = row.checked(fields[role_key], f"{place} {role_key}")
     role = OTHER_ROLES[role_key].get(role, role)
     if role not in ROLES:
@@ -109,8 +109,8 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     reasoning = _reasoning_in(row, fields, where, place)
     if role != "assistant" and (calls or reasoning):
         what = "'tool_calls'" if calls else "reasoning"
-        raise row.fail(f"{where}: only a message of the assistant has {what}, and this is of the role {role!r}")
-    row.refuse_if(calls and not isinstance(calls, list), f"{where}: 'tool_calls' is a list of calls")
+        raise row.fail(f"{where}: only assistant messages may have {what}, not role {role!r}")
+    row.refuse_if(calls and not isinstance(calls, list), f"{where}: 'tool_calls' must be a list")
     read_calls = []
     for call_number, call in enumerate(calls or (), start=1):
         read_calls.append(_read_call(row, f"{place} tool_calls {call_number}", call))
@@ -122,7 +122,7 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
 
 
 def _fields_of(row: Row, item: object, key: str) -> dict[str, Any]:
-    """The keys of a message that have a value and are not ignored; all that have a value count as used."""
+    """Collect non-null, non-ignored message keys, and mark all non-null keys as used."""
     if not isinstance(item, Mapping):
         return {}
     given = {name: value for name, value in item.items() if value is not None and value != []}
@@ -131,7 +131,7 @@ def _fields_of(row: Row, item: object, key: str) -> dict[str, Any]:
 
 
 def _calls_in(fields: Mapping[str, Any]) -> Any:
-    """The calls of a message as it has them: a list, its JSON text, or ShareGPT's ``function_call`` as the value."""
+    """Extract calls: a list, its JSON text, or ShareGPT's ``function_call`` value."""
     if fields.get("from") == "function_call":
         calls = _decoded(fields.get("value"))
         if isinstance(calls, list):
@@ -146,26 +146,26 @@ def _calls_in(fields: Mapping[str, Any]) -> Any:
 
 
 def _reasoning_in(row: Row, fields: Mapping[str, Any], where: str, place: str) -> str | None:
-    """The reasoning of a message, which may stand under several keys if they hold the same text."""
+    """Read reasoning. Multiple keys are accepted if they contain identical text."""
     given = [key for key in REASONING_KEYS if key in fields and str(fields[key]).strip()]
     if not given:
         return None
     reasoning = row.checked(fields[given[0]], f"{place} {given[0]}")
     if any(fields[key] != reasoning for key in given):
-        raise row.fail(f"{where}: {' and '.join(map(repr, given))} differ; give one of them")
+        raise row.fail(f"{where}: {' and '.join(map(repr, given))} differ; keep only one")
     return reasoning
 
 
 def _unknown_key(where: str, key: str, known: Sequence[str], of_what: str = "") -> str:
-    """The message about a key of a message or a call that nothing reads."""
+    """Explain an unknown key in a message or call."""
     return (
         f"{where}: unknown key {key!r}{of_what}.{suggest(key, known)} Known: {', '.join(known)}. Rename it, "
-        "take it out of the row, or name it in task.ignore_keys"
+        "remove it from the row, or add it to task.ignore_keys"
     )
 
 
 def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
-    """A content: a text, or a list of parts that are texts."""
+    """Read content: text, or a list of text parts."""
     if isinstance(value, list):
         value = "".join(_text_of_part(row, part, name) for part in value)
     if not needed and is_only_space(value):
@@ -182,11 +182,11 @@ def _text_of_part(row: Row, part: object, name: str) -> str:
             for key, value in part.items():
                 if value is not None and key not in {"type", "text", *row.ignored}:
                     raise row.fail(
-                        f"{name!r}: unknown key {key!r} of a part. Known: type, text. Take it out of the row, or "
-                        "name it in task.ignore_keys"
+                        f"{name!r}: unknown key {key!r} in a part. Known: type, text. Remove it from the row, or "
+                        "add it to task.ignore_keys"
                     )
             return text
-    raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
+    raise row.fail(f"{name!r}: non-text part ({kind!r}); training supports only text")
 
 
 def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
@@ -196,12 +196,12 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
             allowed = "0 or 1" if key == "weight" else "true or false"
             raise row.fail(f"{where}: {key!r} must be {allowed}; got {value!r}")
     verdicts = {bool(value) for value in values.values()}
-    row.refuse_if(len(verdicts) > 1, f"{where}: 'weight' and 'train' say the opposite; give one of them")
+    row.refuse_if(len(verdicts) > 1, f"{where}: 'weight' and 'train' contradict each other; keep only one")
     return False not in verdicts
 
 
 def _read_call(row: Row, place: str, fields: object) -> Call:
-    """A call: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
+    """Read a call: ``{"function": {"name": ..., "arguments": ...}}``, with arguments as object or JSON text."""
     if not isinstance(fields, Mapping):
         fields = {}
     function = fields.get("function", fields)
@@ -213,25 +213,26 @@ def _read_call(row: Row, place: str, fields: object) -> Call:
     elif arguments is None and row.is_arrow and isinstance(function, Mapping):
         arguments = {}
     row.refuse_if(
-        not isinstance(arguments, dict), f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}'
+        not isinstance(arguments, dict),
+        f'{place!r}: expected a call {{"function": {{"name": "...", "arguments": {{...}}}}}}',
     )
     _refuse_other_keys(row, place, fields, _CALL_KEYS)
     if function is not fields:
         _refuse_other_keys(row, place, function, _FUNCTION_KEYS)
     kind = fields.get("type") or "function"
-    row.refuse_if(kind != "function", f"{place!r}: only functions are called here; got the type {kind!r}")
+    row.refuse_if(kind != "function", f"{place!r}: only function calls are supported; got type {kind!r}")
     name = row.checked(function.get("name"), f"{place} name")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        raise row.fail(f"{place!r}: its arguments hold a number that JSON has not (NaN, Infinity)") from None
+        raise row.fail(f"{place!r}: arguments contain a number that JSON cannot represent (NaN, Infinity)") from None
     return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
 
 
 def _refuse_other_keys(row: Row, place: str, part: Mapping[str, object], known: Sequence[str]) -> None:
     for key, value in part.items():
         if value is not None and key not in known and key not in row.ignored:
-            raise row.fail(_unknown_key(repr(place), key, known, " of a call"))
+            raise row.fail(_unknown_key(repr(place), key, known, " in a call"))
 
 
 def _decoded(text: Any) -> Any:
@@ -242,7 +243,7 @@ def _decoded(text: Any) -> Any:
 
 
 def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
-    """The messages with results in the order of their calls, by ``tool_call_id`` if all calls have different ids."""
+    """Reorder results to match their calls, using ``tool_call_id`` if all calls have distinct ids."""
     ordered = list(messages)
     for at, message in enumerate(messages[:-1]):
         if not message.calls:
@@ -250,38 +251,38 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
         calls = items[at].get("tool_calls")
         if not isinstance(calls, list):
             continue
-        first = at + 1  # the place of the first result
+        first = at + 1  # index of the first result
         stop = first + len(message.calls)
         ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
         named = [item.get("tool_call_id") for item in items[first:stop]]
         row.refuse_if(
             not all(isinstance(one, str | int | None) for one in [*ids, *named]),
-            f"{key!r}, message {at + 1}: the ids of calls and of their results are texts",
+            f"{key!r}, message {at + 1}: ids for calls and results must be strings",
         )
         if None in ids or None in named or len(set(ids)) < len(ids):
             _check_places(row, key, first, ids, named)
             continue
         if set(ids) != set(named):
             wrong = next((name for name in named if name not in ids), named[0])
-            what = f"{wrong!r} must name one of the calls before it ({', '.join(map(repr, ids))}), each once"
+            what = f"{wrong!r} must match a preceding call ({', '.join(map(repr, ids))}), each exactly once"
             raise row.fail(f"{key!r}, message {first + 1 + named.index(wrong)}: 'tool_call_id' {what}")
         ordered[first:stop] = [messages[first + named.index(name)] for name in ids]
     return ordered
 
 
 def _check_places(row: Row, key: str, first: int, ids: Sequence[object], named: Sequence[object]) -> None:
-    """Refuse results in the order of their calls if an id says otherwise; ``first``: the place of the first result."""
+    """Check that ids are consistent with results in call order. ``first``: index of the first result."""
     for number, (call_id, name) in enumerate(zip(ids, named, strict=True), start=first + 1):
         is_of_other_call = name is not None and name != call_id and (call_id is not None or name in ids)
         row.refuse_if(
             is_of_other_call,
-            f"{key!r}, message {number}: 'tool_call_id' {name!r} is not that of the call in its place, and not "
-            "all calls and results have an id of their own",
+            f"{key!r}, message {number}: 'tool_call_id' {name!r} does not match the call at this position. Reordering "
+            "requires distinct ids for all calls and results",
         )
 
 
 def _check_results(row: Row, key: str, messages: Sequence[Message], previous: str, ends_with_calls: bool) -> None:
-    """Refuse calls without results, results without calls, and what stands between them; ``previous``: a role."""
+    """Refuse unmatched calls and results, and messages between them. ``previous``: role preceding ``messages``."""
     missing = 0
     has_called = False
     for number, message in enumerate([*messages, None], start=1):
@@ -289,8 +290,7 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
         if message is not None and message.role == "tool":
             row.refuse_if(
                 not missing,
-                f"{where}: a result of a tool that was not called; an assistant's message with 'tool_calls' comes "
-                "before results",
+                f"{where}: tool result without a call; results must follow an assistant message with 'tool_calls'",
             )
             missing -= 1
             previous = message.role
@@ -298,17 +298,17 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
         is_last_call = message is None and ends_with_calls and messages[-1].calls
         row.refuse_if(
             missing and not is_last_call,
-            f"{key!r}, message {number - 1}: a call has no result; a message of the role tool follows for each call",
+            f"{key!r}, message {number - 1}: call without result; each call must be followed by a tool message",
         )
         if message is None:
             return
         row.refuse_if(
             has_called and message.role != "assistant",
-            f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message",
+            f"{where}: expected an assistant message after tool results",
         )
         row.refuse_if(
             message.calls and previous not in ("user", "tool"),
-            f"{where}: tools are used in answer to a message of the user",
+            f"{where}: tool calls must follow a user message or tool results",
         )
         missing = len(message.calls)
         has_called = bool(message.calls)
@@ -316,24 +316,24 @@ def _check_results(row: Row, key: str, messages: Sequence[Message], previous: st
 
 
 def read_variables(row: Row) -> dict[str, object]:
-    """Variables that a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
+    """Read chat template variables: ``tools`` and ``chat_template_kwargs``.
 
-    Tools are a list of schemas or its text; each is read as ``{"function": ...}``.
+    Tools are a list of schemas or its JSON text. Each is normalized to ``{"function": ...}``.
 
     Raises:
-        DataError: of another form, or a variable that is not the row's to set.
+        DataError: wrong type, or a reserved variable.
     """
     given: Any = {}
     if row.has("chat_template_kwargs"):
         given = row.nested("chat_template_kwargs")
     if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
-        form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
+        form = "an object with chat template variables (except messages, tools and add_generation_prompt)"
         raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown_with_type(given)}")
     tools: Any = []
     if row.has("tools") and row.data["tools"] != "":
         tools = row.nested("tools")
     if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
-        form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
+        form = 'a list of schemas like {"type": "function", "function": {"name": "...", "parameters": {...}}}'
         raise row.fail(f"'tools' must be {form}; got {shown_with_type(row.data['tools'])}")
     if not tools:
         return dict(given)
@@ -342,7 +342,7 @@ def read_variables(row: Row) -> dict[str, object]:
 
 
 def _read_schema(row: Row, number: int, tool: Mapping[str, Any]) -> dict[str, object]:
-    """The schema of a tool as ``{"function": ...}``; its function must have a name."""
+    """Normalize a tool schema to ``{"function": ...}``. The function must have a name."""
     function = tool.get("function", tool)
     name = None
     if isinstance(function, Mapping):
@@ -354,30 +354,29 @@ def _read_schema(row: Row, number: int, tool: Mapping[str, Any]) -> dict[str, ob
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages below the row's own system message (``SYSTEM_KEYS``), where it has one.
+    """Prepend the row's system message (``SYSTEM_KEYS``), if any.
 
     Raises:
-        DataError: the messages begin with another system message, or the row has two.
+        DataError: conflicting system messages.
     """
     keys = [key for key in SYSTEM_KEYS if row.has(key) and str(row.data[key]).strip()]
     texts = {key: row.text(key) for key in keys}
     if len({text.strip() for text in texts.values()}) > 1:
-        raise row.fail(f"{' and '.join(map(repr, texts))} differ; give one of them")
+        raise row.fail(f"{' and '.join(map(repr, texts))} differ; keep only one")
     for key, text in texts.items():
         if messages[0].role != "system":
             messages = (Message("system", text), *messages)
         elif messages[0].content.strip() != text.strip():
-            raise row.fail(
-                f"{key!r} differs from the system message that the conversation begins with; give one of them"
-            )
+            raise row.fail(f"{key!r} differs from the conversation's system message; keep only one")
     return messages
 
 
 def read_instruction(row: Row) -> tuple[Message, ...]:
-    """Alpaca's ``instruction``, then its ``input`` (Dolly: ``context``) after a blank line; ``history`` comes before.
+    """Read Alpaca's ``instruction``, followed by ``input`` (Dolly: ``context``) after a blank line, and preceded by
+    ``history``.
 
     Raises:
-        DataError: of the wrong type.
+        DataError: wrong type.
     """
     earlier: list[Message] = []
     history: Any = []
@@ -388,12 +387,12 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
     for pair in history:
         row.refuse_if(
             not isinstance(pair, list | tuple) or len(pair) != 2,
-            "'history' must be a list of pairs: what was asked, and what was answered",
+            "'history' must be a list of (question, answer) pairs",
         )
         texts = [row.checked(text, "history") for text in pair]
         earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
     for key in QUESTION_KEYS:
-        row.refuse_if(row.has(key), f"'instruction' and {key!r} are both there; leave one out by task.ignore_keys")
+        row.refuse_if(row.has(key), f"got both 'instruction' and {key!r}; ignore one with task.ignore_keys")
     further = [key for key in ("input", "context") if row.has(key) and not is_only_space(row.data[key])]
     parts = [row.text(key) for key in ("instruction", *further)]
     return (*earlier, Message("user", "\n\n".join(parts)))

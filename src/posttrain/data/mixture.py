@@ -1,4 +1,4 @@
-"""Several tasks as one: examples of all parts, each of which names its part."""
+"""Mixtures of tasks. Examples record which part they belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.types import Example
 
 
 def _complete(options: dict[str, object], where: str) -> dict[str, object]:
-    """The options of a mixture with the options of every part's task filled in and checked."""
+    """Complete and validate the options of each part's task."""
     completed = []
     for number, part in enumerate(read_parts(options["parts"], where)):
         task = complete_component(part.task, "task", f"{where}.parts.{number}.task")
@@ -25,19 +25,19 @@ def _complete(options: dict[str, object], where: str) -> dict[str, object]:
 
 @register("task", complete=_complete)
 def mixture(*, parts: list[dict[str, Any]]) -> Task:
-    """Several tasks in one run; training draws from each by its weight, whatever their sizes.
+    """Trains on multiple tasks, sampled in proportion to weights regardless of size.
 
-    ``parts: [{task: {name: gsm8k}, weight: 2}, {task: math, name: hard}]``. A part has a ``task``, a ``weight`` (1)
-    and a ``name`` (that of its task), under which its numbers are reported; an example's ``meta`` has it as ``part``.
-    Its task brings the grader of its examples. Parts are of one kind: questions, pairs, judged answers, labelled steps
-    or texts to read. Its examples stand in turns by weight; a part that has none left is passed over.
+    ``parts: [{task: {name: gsm8k}, weight: 2}, {task: math, name: hard}]``. Parts have a ``task``, a ``weight``
+    (default 1) and a ``name`` (default: task name), used for reporting and stored in ``meta`` as ``part``. Each
+    example uses the grader chosen by its task. All parts must be of the same kind: questions, pairs, scored
+    responses, labeled steps or raw text. Examples are interleaved by weight; exhausted parts are skipped.
 
     Args:
-        parts: what is mixed.
+        parts: tasks to mix.
 
     Raises:
-        RecipeError: no parts, a weight that is not above 0, a name given twice, a mixture in a mixture.
-        UsageError: parts of different kinds, or one without examples.
+        RecipeError: no parts, a non-positive weight, a duplicate name, or nested mixtures.
+        UsageError: parts of different kinds, or without examples.
     """
     read = read_parts(parts, "task")
     tasks = {part.name: _build(part, number) for number, part in enumerate(read)}
@@ -45,8 +45,8 @@ def mixture(*, parts: list[dict[str, Any]]) -> Task:
     if len(set(kinds.values())) > 1:
         found = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise UsageError(
-            f"task.parts: the parts of a mixture are of one kind, and these are not ({found}). Train on one kind after "
-            "the other, with a recipe for each"
+            f"task.parts: all parts must be of the same kind, but got {found}. Train on different kinds sequentially, "
+            "with separate recipes"
         )
     order = take_turns([part.weight for part in read], [len(task.examples) for task in tasks.values()])
     dropped: dict[str, int] = {}
@@ -75,28 +75,28 @@ def _build(part: Part, number: int) -> Task:
     where = f"task.parts.{number}.task"
     try:
         task = build_task(part.task, where)
-    except PosttrainError as error:  # a file's name or a line does not name the part
+    except PosttrainError as error:  # file name and line do not identify the part
         error.args = (f"part {part.name!r}: {error}",)
         raise
     if len(task.examples) == 0:
-        raise UsageError(f"{where}: part {part.name!r} has no examples; leave it out, or give it some")
+        raise UsageError(f"{where}: part {part.name!r} contains no examples. Remove it, or add examples")
     return task
 
 
 def _kind(example: Example) -> str:
     if any(response.steps for response in example.responses):
-        return "answers with labelled steps"
+        return "labeled steps"
     if is_pair(example.responses):
-        return "pairs of answers"
+        return "pairs"
     if example.responses:
-        return "judged answers"
+        return "labeled responses"
     if example.messages:
         return "questions"
-    return "texts to read"
+    return "raw text"
 
 
 def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
-    """The examples of all parts in the given order of parts; an id has the part's name before it."""
+    """Interleave all parts in the given order. Ids are prefixed with part names."""
     names = list(tasks)
     turns = [0] * len(tasks)
     places: list[tuple[str, int]] = []
@@ -109,8 +109,7 @@ def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
         example = tasks[name].examples[place]
         if PART in example.meta:
             raise UsageError(
-                f"task.parts: rows of part {name!r} have a key {PART!r}, by which a mixture tells its parts "
-                "apart; call that key something else"
+                f"task.parts: rows in part {name!r} contain the key {PART!r}, which mixtures reserve. Rename that key"
             )
         return replace(example, id=f"{name}/{example.id}", meta={PART: name, **example.meta})
 
@@ -119,7 +118,7 @@ def _mixed(tasks: Mapping[str, Task], order: Sequence[int]) -> ExamplesOnDemand:
 
 
 def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:
-    """Return by part the share of right answers of each graded item, and the measures of the part's own task."""
+    """Compute each part's accuracy over graded items, plus the measures defined by its task."""
     shares: dict[str, Sequence[float]] = {}
     for name, task in tasks.items():
         own = [item for item in items if item.meta.get(PART) == name]
@@ -131,17 +130,17 @@ def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Seq
 
 
 def next_turn(weights: Sequence[float], turns: Sequence[int]) -> int:
-    """The part whose turn is next, after each had t ``turns``: the largest w / (2 t + 1), of equal ones the first.
+    """Choose the next part after ``turns`` t: maximize w / (2 t + 1), preferring the first on ties.
 
-    So t_k is the number of seats of a party with w_k votes (Webster 1832, Sainte-Laguë 1910). Wherever n w_k / Σw are
-    whole numbers, these are the turns after n; else they are next to them. A part of weight 0 has no turn.
+    These are Webster's seat allocations (Webster 1832, Sainte-Laguë 1910). Whenever all n w_k / Σw are integers, they
+    equal the turns after n draws; otherwise they are rounded up or down. Parts with weight 0 are never chosen.
     """
     quotients = [weight / (2 * num_turns + 1) for weight, num_turns in zip(weights, turns, strict=True)]
     return quotients.index(max(quotients))
 
 
 def take_turns(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """The part of each example, in turns by weight; a part that has none left is passed over."""
+    """List the part for each example, interleaved by weight. Exhausted parts are skipped."""
     turns = [0] * len(weights)
     left = list(weights)
     order = list[int]()

@@ -1,4 +1,4 @@
-"""Given answers with their worth, from any file: pairs, judged answers, solutions with labelled steps."""
+"""Scored responses from any file: preference pairs, labeled responses, solutions with step labels."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
 
-# The keys by which a line of ``items.jsonl`` (``evaluation/items.py``) differs from a row of any other file.
+# Keys that identify lines of ``items.jsonl`` (``evaluation/items.py``).
 ITEM_KEYS = ("id", "index", "question", "samples")
-RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
-# An answer is right or not by the grader's word; with any other word nobody knows.
+RESPONSE_IDS = "response_ids"  # set if re-encoding the text would not reproduce the sampled tokens
+# Grading outcomes with a clear verdict. All others are unknown.
 OUTCOMES = {"right": True, "wrong": False, "no_answer": False}
-UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
+UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "grader timeout", "crash": "grader crash"}
 
 
-Judged = tuple[str, bool, list[int]]  # an answer, whether it is right, and its ids
+Judged = tuple[str, bool, list[int]]  # response, whether it is correct, token ids
 
 
 def _rows_of_items(
     rows: Iterable[Row], dropped: Counter[str], split_up: Callable[[Row, list[Judged]], Iterable[Mapping[str, Any]]]
 ) -> Iterator[Row]:
-    """The rows that are made of each item; rows that are no items as they are.
+    """Expand evaluation items into rows, leaving ordinary rows unchanged.
 
     Raises:
-        DataError: an item of another form than ``evaluate`` writes.
+        DataError: the item was not written by ``evaluate``.
     """
     for row in rows:
         if all(key in row.data for key in ITEM_KEYS):
@@ -56,7 +56,7 @@ def _rows_of_items(
 def judged_rows(
     rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
 ) -> Iterator[Row]:
-    """One row per judged answer of an item, under these keys with the item's meta."""
+    """Expand items into one row per graded response, containing the item's meta and the given keys."""
 
     def split_up(row: Row, answers: list[Judged]) -> Iterator[Mapping[str, object]]:
         shared: dict[str, object] = {}
@@ -74,9 +74,9 @@ def judged_rows(
 
 
 def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
-    """Rows with ``prompt``, ``chosen`` and ``rejected``: of each item the n-th right answer with the n-th wrong one.
+    """Expand items into pairs: the n-th correct response with the n-th incorrect one.
 
-    So no answer is in two pairs; those that find no partner are dropped and counted.
+    Each response is used at most once; unpaired responses are dropped and counted.
     """
 
     def split_up(row: Row, answers: list[Judged]) -> list[Mapping[str, object]]:
@@ -84,16 +84,16 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
         wrong = list[str]()
         for text, is_correct, _ in answers:
             if is_only_space(text):
-                dropped["a blank answer"] += 1
+                dropped["blank answer"] += 1
             elif is_correct:
                 correct.append(text)
             else:
                 wrong.append(text)
         surplus = len(correct) - len(wrong)
         if surplus > 0:
-            dropped["a right answer without a wrong one to the same question"] += surplus
+            dropped["correct answer without an incorrect counterpart"] += surplus
         elif surplus < 0:
-            dropped["a wrong answer without a right one to the same question"] -= surplus
+            dropped["incorrect answer without a correct counterpart"] -= surplus
         question = row.data["question"]
         pairs = zip(correct, wrong, strict=False)
         return [{"prompt": question, "chosen": good, "rejected": bad} for good, bad in pairs]
@@ -102,20 +102,18 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
 
 
 def _judged(row: Row, dropped: Counter[str]) -> list[Judged]:
-    """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
+    """List an item's graded responses with token ids, if any. All others are counted as dropped."""
     samples = row.data["samples"]
-    row.refuse_if(
-        not isinstance(samples, list), "'samples' must be the list of answers that `posttrain evaluate` writes"
-    )
+    row.refuse_if(not isinstance(samples, list), "'samples' must be a list of answers written by `posttrain evaluate`")
     if not samples:
-        dropped["no answer was sampled (a prompt that did not fit)"] += 1
+        dropped["nothing sampled (prompt too long)"] += 1
     judged = []
     for number, sample in enumerate(samples, start=1):
         if not isinstance(sample, Mapping) or not isinstance(sample.get("text"), str):
-            raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
+            raise row.fail(f"samples {number} lacks 'text'; only question answering evaluations are supported")
         outcome = str(sample.get("outcome"))
         if outcome in UNJUDGED:
-            dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
+            dropped[f"ungraded answer: {UNJUDGED[outcome]}"] += 1
         elif outcome in OUTCOMES:
             ids = sample.get(RESPONSE_IDS)
             if not isinstance(ids, list):
@@ -136,11 +134,11 @@ SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
     ("chosen_avg_rating", "rejected_avg_rating"),
 )
-VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
-RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
-PROMPT_KEYS = ("prompt", "conversations", "instruction", *QUESTION_KEYS)  # the first of these that a row has
+VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # string values in tables
+RATING_KEYS = ("rating", "score")  # of scored responses; ``data.label_above`` converts them to labels
+PROMPT_KEYS = ("prompt", "conversations", "instruction", *QUESTION_KEYS)  # in order of precedence
 PreferenceLayout = Literal["pair", "judged", "steps"]
-# The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
+# Keys of each layout besides the prompt. Conversations with labels also contain the prompt.
 LAYOUTS: dict[PreferenceLayout, tuple[tuple[str, str], ...]] = {
     "pair": (("chosen", "rejected"),),
     "judged": (("completion", "label"), ("messages", "label")),
@@ -148,9 +146,9 @@ LAYOUTS: dict[PreferenceLayout, tuple[tuple[str, str], ...]] = {
 }
 OPENAI_KEYS = ("input", "preferred_output", "non_preferred_output")
 PromptAndResponses = tuple[tuple[Message, ...], tuple[Response, ...]]
-ReadParts = Callable[[Row], PromptAndResponses]  # of a row, in the layout of its file
+ReadParts = Callable[[Row], PromptAndResponses]  # reads a row in the file's layout
 NumClasses = Literal[2, 3]
-# From a rating of a step in the data to a class, by the number of classes.
+# Step ratings -> classes, by number of classes.
 CLASSES: dict[int, dict[int, int]] = {2: {0: 0, 1: 1}, 3: {-1: 0, 0: 1, 1: 2}}
 
 
@@ -168,33 +166,36 @@ def preferences(
     meta: list[str] | None = None,
     ignore_keys: list[str] | None = None,
 ) -> Task:
-    """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
+    """Files (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in any of three layouts, detected from the first row's
+    keys.
 
-    The prompt is ``prompt``, ``question``, ``problem`` or ``query`` (text or messages), ``conversations`` (ShareGPT) or
+    Prompts are ``prompt``, ``question``, ``problem`` or ``query`` (text or messages), ``conversations`` (ShareGPT), or
     ``instruction`` with ``input`` (Alpaca).
 
-    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
-    turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are such a pair. Scores
-    may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``,
-    ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's margin. Without scores
-    these are 1 and 0.
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages. Conversations with common first
+    turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are supported too.
+    Scores are optional (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``,
+    ``rating_chosen``), but must be in every row or none, and default to 1 and 0. The margin is ``margin`` if given,
+    else the score difference.
 
-    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true or
-    1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
+    Labeled responses (KTO): a prompt and ``completion``, or ``messages`` ending with the response; plus ``label``
+    (true or 1: desirable; false or 0: undesirable), or a ``rating`` (or ``score``), which ``data.label_above``
+    converts to labels.
 
-    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each): with two classes true and 1 are
-    good, false and 0 bad; with three −1 is negative, 0 neutral and 1 positive (true and false are the outer two).
+    Steps: a prompt, ``completions`` (list of steps) and ``labels`` (one per step). With two classes, true and 1 are
+    good, false and 0 bad. With three, −1 is negative, 0 neutral and 1 positive; true and false are positive and
+    negative.
 
-    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
-    part that is missing or blank, or that could teach nothing, is dropped and counted. All other keys are carried along
-    in ``meta``; a line names the texts that the prompt does not show. In an evaluation's ``items.jsonl`` the n-th right
-    and the n-th wrong answer to a question are a pair.
+    ``system`` and ``tools`` are added to the prompt, ``chat_template_kwargs`` are passed to the chat template. Rows
+    with missing or blank parts, or without a training signal, are dropped and counted. All other keys are kept in
+    ``meta``; a startup line lists text columns missing from the prompt. From an evaluation's ``items.jsonl``, each
+    question's n-th correct and n-th incorrect response form a pair.
 
     Args:
-        split: parts chosen by a hash of the prompt up to the user's first message; ``all`` is the whole file.
-        validation_share, test_share: shares of these beginnings that are held out.
-        num_classes: of steps; the same as that of the objective ``process``.
-        step_separator: stands between two steps.
+        split: parts are selected by hashing the prompt through the first user message; ``all`` is the complete file.
+        validation_share, test_share: fractions of distinct hashes to hold out.
+        num_classes: number of step classes. Must match the objective ``process``.
+        step_separator: text between steps.
     """
     reader = _FileReader(CLASSES[num_classes], step_separator, read_format(prompt_format))
     dropped = Counter[str]()
@@ -212,7 +213,7 @@ def preferences(
 
 @dataclass(slots=True)
 class _FileReader:
-    """Reads the rows of a file as examples; the first row decides about the layout, and about margins, of all."""
+    """Converts rows to examples. The first row determines the layout, and whether margins are read."""
 
     classes: Mapping[int, int]
     separator: str
@@ -232,18 +233,18 @@ class _FileReader:
         margin = None
         if self.has_margin and len(responses) == 2:
             margin = read_score(row, "margin")
-            drop_if(margin < 0, "'margin' is below 0, so the rejected answer is the better one")
+            drop_if(margin < 0, "negative 'margin', so rejected would be better")
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
 
 @register("task", held_out="validation")
 @row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
 def ultrafeedback(row: Row) -> Example:
-    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by GPT-4.
+    """UltraFeedback (binarized): pairs of responses to instructions, compared by GPT-4.
 
-    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation); ``score_chosen`` and
-    ``score_rejected``, from 1 to 10, of which the difference is the margin. Dropped and counted: equal scores (about
-    one pair in ten), equal answers, and whatever is blank or missing.
+    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the complete conversation); ``score_chosen`` and
+    ``score_rejected``, from 1 to 10, whose difference is the margin. Dropped and counted: equal scores (about one
+    pair in ten), identical responses, blank or missing values.
 
     Source: Cui et al. 2023 (arXiv 2310.01377).
     """
@@ -254,7 +255,7 @@ def ultrafeedback(row: Row) -> Example:
 
 
 def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> ReadParts:
-    """The reader of all rows of a file that begins with ``first``."""
+    """Choose a row reader given the file's first row."""
     layout = _detect_layout(first)
     rating_key = _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
@@ -263,7 +264,7 @@ def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> ReadPa
         known.update(RATING_KEYS)
 
     def read(row: Row) -> PromptAndResponses:
-        drop_if(known.isdisjoint(row.data), "a row of another layout than the first")
+        drop_if(known.isdisjoint(row.data), "layout differs from the first row")
         if layout == "pair":
             return _read_pair(row, scores)
         if layout == "judged":
@@ -285,34 +286,34 @@ def _detect_layout(row: Row) -> PreferenceLayout:
     for ways in LAYOUTS.values():
         for keys in ways:
             known.update(keys)
-            # the messages of a judged conversation hold the prompt as well
+            # labeled conversations also contain the prompt
             shown_layouts.append(keys if "messages" in keys else ("prompt", *keys))
     wanted = "; ".join(", ".join(keys) for keys in (*shown_layouts, OPENAI_KEYS))
     hints = (suggest(key, known) for key in row.data if key not in known)
     near = next(filter(None, hints), "")
-    what = "of no known layout"
+    what = "unknown layout"
     if found:
-        what = f"of more than one layout ({', '.join(found)})"
-    raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
+        what = f"ambiguous layout ({', '.join(found)})"
+    raise row.fail(f"{what}. The row's keys are {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
 def _has_layout(row: Row, layout: PreferenceLayout) -> bool:
-    """Return whether a row has all keys of one of the ways to write a layout."""
+    """Check if a row contains all keys for a layout, in any variant."""
     return any(all(key in row.data for key in keys) for keys in LAYOUTS[layout])
 
 
 def _from_openai(row: Row) -> Row:
-    """The row of OpenAI's layout of preferences under the keys of a pair."""
+    """Rename OpenAI's preference keys to those of a pair."""
     for key in OPENAI_KEYS:
         require(row, key)
     given = row.nested("input")
     inside: dict[str, object] = {}
     if isinstance(given, Mapping):
         inside = {key: value for key, value in given.items() if key not in row.ignored}
-    known = {"messages", "tools", "parallel_tool_calls"}  # the last says nothing about these answers
+    known = {"messages", "tools", "parallel_tool_calls"}  # the last does not affect given responses
     row.refuse_if(
         "messages" not in inside or not inside.keys() <= known,
-        f"'input' must be an object with 'messages' and maybe 'tools'; got {shown_with_type(given)}",
+        f"'input' must be an object with 'messages' and optionally 'tools'; got {shown_with_type(given)}",
     )
     pair = {
         "prompt": inside.get("messages"),
@@ -321,34 +322,34 @@ def _from_openai(row: Row) -> Row:
         "rejected": row.data["non_preferred_output"],
     }
     for key in pair:
-        row.refuse_if(row.has(key), f"{key!r} stands next to {', '.join(OPENAI_KEYS)}, which say the same; give one")
+        row.refuse_if(row.has(key), f"{key!r} duplicates {', '.join(OPENAI_KEYS)}; keep only one form")
     others = {key: value for key, value in row.data.items() if key not in OPENAI_KEYS}
     return replace(row, data={**others, **pair})
 
 
 def _read_pair(row: Row, scores: tuple[str, str] | None) -> PromptAndResponses:
-    """The prompt, and the chosen and the rejected answer with their scores, whose keys are ``scores``."""
+    """Read a prompt with chosen and rejected responses. ``scores`` are the score keys, if any."""
     prompt, (chosen, rejected) = _read_answers(row, ("chosen", "rejected"))
     if scores is None:
         unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None)
         row.refuse_if(
             unread is not None,
-            f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
-            "row, or name it in task.ignore_keys",
+            f"{unread!r} is not read, because the first row lacks two scores, and scores must be in every row. Remove "
+            "it from the row, or add it to task.ignore_keys",
         )
-    drop_if(chosen == rejected, "'chosen' and 'rejected' are the same")
+    drop_if(chosen == rejected, "'chosen' and 'rejected' are identical")
     better = 1.0
     worse = 0.0
     if scores is not None:
         better = read_score(row, scores[0])
         worse = read_score(row, scores[1])
-    drop_if(better == worse, "chosen and rejected have the same score")
+    drop_if(better == worse, "chosen and rejected have equal scores")
     drop_if(better < worse, "chosen has a lower score than rejected")
     return prompt, (Response(chosen, better), Response(rejected, worse))
 
 
 def _read_prompt(row: Row) -> tuple[Message, ...]:
-    """``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction``, as messages."""
+    """Read ``prompt`` (text becomes a user message), ShareGPT's ``conversations``, or Alpaca's ``instruction``."""
     key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
     require(row, key)
     if key == "instruction":
@@ -359,7 +360,7 @@ def _read_prompt(row: Row) -> tuple[Message, ...]:
 
 
 def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
-    """The prompt and the answers under the keys: texts, or conversations with the same turns before the answer."""
+    """Read a prompt and responses: text, or conversations sharing all turns before the response."""
     for key in keys:
         require(row, key)
     names = " and ".join(map(repr, keys))
@@ -368,9 +369,9 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
     is_dialogue = are_texts == {True} and row.text(keys[0]).lstrip().startswith("Human:")
     row.refuse_if(
         is_dialogue and len(keys) == 2 and not has_prompt,
-        f"{names} hold whole dialogues (Human: ... Assistant: ...); use task hh_rlhf, which takes them apart",
+        f"{names} contain complete dialogues (Human: ... Assistant: ...); use task hh_rlhf, which parses them",
     )
-    row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both lists of messages")
+    row.refuse_if(len(are_texts) > 1, f"{names} must both be text, or both message lists")
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]
     conversations = {key: read_messages(row, key) for key in keys}
@@ -378,9 +379,9 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
         refuse_two_replies(row, messages)
     turns = conversations[keys[0]][:-1]
     for messages in conversations.values():
-        drop_if(messages[:-1] != turns, f"{names} part before their last message")
+        drop_if(messages[:-1] != turns, f"{names} differ before their last message")
     for messages in conversations.values():
-        row.refuse_if(messages[-1].role != "assistant", f"{names} must end with the assistant's message")
+        row.refuse_if(messages[-1].role != "assistant", f"{names} must end with an assistant message")
     if has_prompt or not turns:
         prompt = _prompt_before(row, turns)
     else:
@@ -389,10 +390,10 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
 
 
 def _prompt_before(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The prompt of conversations with these turns before the answer: the turns, or the row's prompt if it is longer.
+    """Combine a row's prompt with turns shared by all conversations, returning whichever is longer.
 
     Raises:
-        Dropped: the row's prompt neither ends with the turns nor is a part of them.
+        Dropped: the prompt neither ends with these turns nor occurs in them.
     """
     prompt = _read_prompt(row)
     if prompt[len(prompt) - len(turns) :] == turns:
@@ -402,17 +403,17 @@ def _prompt_before(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
         question = prompt[1:]
     starts = range(len(turns))
     is_in_turns = any(turns[start : start + len(question)] == question for start in starts)
-    drop_if(not is_in_turns, "'prompt' is not what the conversations begin with")
+    drop_if(not is_in_turns, "'prompt' differs from the conversations' beginning")
     return add_system(row, turns)
 
 
 def _label_key(row: Row) -> str:
-    """The key under which a row of judged answers has its label or, without one, its rating."""
+    """Find the label key for labeled responses, or else the rating key."""
     return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
 
 
 def _read_judged(row: Row, key: str) -> PromptAndResponses:
-    """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
+    """Read a prompt with a single response (``completion``, or the last message) and its label."""
     if row.has("completion") or not row.has("messages"):
         messages, (text,) = _read_answers(row, ["completion"])
     else:
@@ -420,14 +421,14 @@ def _read_judged(row: Row, key: str) -> PromptAndResponses:
         conversation = read_messages(row, "messages")
         drop_if(
             conversation[-1].role != "assistant",
-            "'messages' does not end with the assistant's message, which 'label' would be about",
+            "'messages' must end with the assistant message to label",
         )
-        drop_if(len(conversation) == 1, "'messages' holds nothing but the assistant's message")
+        drop_if(len(conversation) == 1, "'messages' contains only an assistant message")
         messages = add_system(row, conversation[:-1])
         text = _answer_of(row, "messages", conversation[-1])
     row.refuse_if(
         not row.has(key) and row.has(_label_key(row)),
-        f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same",
+        f"got {_label_key(row)!r}, but the first row uses {key!r}; use the same key in every row",
     )
     if key == "label":
         score = read_verdict(row, key)
@@ -439,30 +440,31 @@ def _read_judged(row: Row, key: str) -> PromptAndResponses:
 def _answer_of(row: Row, key: str, message: Message) -> str:
     if message.calls or not message.is_trained:
         what = "calls tools" if message.calls else "has weight 0"
-        raise row.fail(f"{key!r}: the answer {what}, and given answers are texts that are trained; leave the row out")
+        raise row.fail(f"{key!r}: the response {what}, but responses must be trainable text. Remove the row")
     return message.text
 
 
 def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> PromptAndResponses:
-    """A prompt with one solution in steps, each with its class."""
+    """Read a prompt with a solution split into labeled steps."""
     messages = _read_prompt(row)
     steps = _read_list(row, "completions")
     labels = _read_list(row, "labels")
     row.refuse_if(
-        len(steps) != len(labels), f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label"
+        len(steps) != len(labels),
+        f"{len(steps)} 'completions' but {len(labels)} 'labels'; each step requires exactly one label",
     )
     texts = list[str]()
     step_labels = list[int]()
     for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
-        drop_if(step is None or is_only_space(step), "a blank step")
-        drop_if(label is None, "a step without a label")
+        drop_if(step is None or is_only_space(step), "blank step")
+        drop_if(label is None, "step without label")
         texts.append(row.checked(step, f"completions {number}"))
         step_labels.append(_class_of(row, label, number, classes))
     return messages, (stepwise(texts, step_labels, separator),)
 
 
 def _read_list(row: Row, key: str) -> Sequence[object]:
-    """The list under a key; a row in which it is missing or empty is dropped."""
+    """Read a list. Drops rows in which it is missing or empty."""
     drop_if(not row.has(key), f"{key!r} is missing")
     value = row.nested(key)
     drop_if(value == [], f"{key!r} is empty")
@@ -472,7 +474,7 @@ def _read_list(row: Row, key: str) -> Sequence[object]:
 
 
 def _class_of(row: Row, label: object, number: int, classes: Mapping[int, int]) -> int:
-    """The class of a step by its label: true, false or a rating."""
+    """Convert a step's label (boolean or rating) to its class."""
     if isinstance(label, bool):
         if label:
             return classes[1]
@@ -481,16 +483,16 @@ def _class_of(row: Row, label: object, number: int, classes: Mapping[int, int]) 
         return classes[int(label)]
     hint = ""
     if label == -1:
-        hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)"
+        hint = ". To use −1, 0 and 1, set task.num_classes to 3 (and objective.num_classes)"
     raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
 
 
 def read_verdict(row: Row, key: str) -> float:
-    """1 or 0 from true, false, 1 or 0.
+    """Convert true, false, 1 or 0 to float.
 
     Raises:
         Dropped: missing.
-        DataError: anything else.
+        DataError: any other value.
     """
     drop_if(not row.has(key), f"{key!r} is missing")
     value = row.data[key]
@@ -499,21 +501,21 @@ def read_verdict(row: Row, key: str) -> float:
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
         hint = ""
         if key == "label":
-            hint = ". A rating stands under 'rating', and data.label_above makes it a label"
+            hint = ". Store ratings under 'rating', and convert them with data.label_above"
         raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{hint}")
     return float(value)
 
 
 def read_score(row: Row, key: str) -> float:
-    """A score of a file in which every row should have one.
+    """Read a score, for files that require scores in every row.
 
     Raises:
         Dropped: missing.
-        DataError: no finite number.
+        DataError: not a finite number.
     """
-    drop_if(not row.has(key), f"{key!r} is missing, and every row needs a score")
+    drop_if(not row.has(key), f"{key!r} is missing, but every row requires a score")
     value = row.data[key]
-    if isinstance(value, str):  # of a table of texts
+    if isinstance(value, str):  # from a table of strings
         with suppress(ValueError):
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -522,7 +524,7 @@ def read_score(row: Row, key: str) -> float:
 
 
 def require(row: Row, key: str) -> None:
-    """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
+    """Drop rows whose ``key`` is missing, null, blank or empty, or contains a blank message."""
     value = row.data.get(key)
     drop_if(value is None, f"{key!r} is missing")
     drop_if(value == [] or is_only_space(value), f"{key!r} is blank")
@@ -532,16 +534,15 @@ def require(row: Row, key: str) -> None:
     for item in items:
         if isinstance(item, Mapping) and not item.get("tool_calls") and item.get("role") != "tool":
             content = item.get("content", item.get("value"))
-            drop_if(is_only_space(content), f"{key!r} has a blank message")
+            drop_if(is_only_space(content), f"{key!r} contains a blank message")
 
 
 def stepwise(
     steps: Sequence[str], labels: Sequence[int | None], separator: str = "\n", *, score: float | None = None
 ) -> Response:
-    """A solution of these steps, with ``separator`` in front of every step but the first.
+    """Build a solution from steps, joined by ``separator``.
 
-    Nothing is learnt at a step whose label is None. Without a ``score`` it is 1 if no label is the lowest class,
-    and otherwise 0.
+    Steps labeled None are not trained. ``score`` defaults to 1 if no label is the lowest class, else 0.
     """
     texts = (*steps[:1], *(separator + step for step in steps[1:]))
     if score is None:

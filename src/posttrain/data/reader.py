@@ -1,4 +1,4 @@
-"""Tasks of rows: the rows that are examples, their number, their split, and the places where rows are found."""
+"""Row-based tasks: shared options, splits, sizes, and data locations."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
-FileSplit = Literal["train", "validation", "test", "all"]  # of one file that holds all of them
+FileSplit = Literal["train", "validation", "test", "all"]  # for splits within a single file
 TestSplit = Literal["test"]
 Share = Annotated[float, Field(ge=0, lt=1)]
-MIN_HELD_OUT = 50  # rows; of fewer the width of the interval is noted
-# What the docstring of every task of rows says of these options, and of errors, where it does not say more itself.
+MIN_HELD_OUT = 50  # rows. Below, the confidence interval's width is reported.
+# Default docstrings for shared options and errors.
 _ABOUT = {
     "split": (
-        "``validation`` is a part of the training rows chosen by a hash of the prompt, and ``train`` is the rest;\n"
-        "        ``test`` of a local file is the whole file."
+        "``validation`` is selected from training rows by hashing the prompt; ``train`` is the rest. For local\n"
+        "        files, ``test`` uses all rows."
     ),
     "path": (
-        "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a data set of the hub (``hf:NAME``,\n"
-        "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
+        "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a hub dataset (``hf:NAME``,\n"
+        "        ``hf:NAME:CONFIG@SPLIT``; append ``#1000`` to stream only its first rows)."
     ),
-    "validation_share": "share of the prompts that is held out.",
-    "test_share": "share of the prompts that is held out for the last measurement.",
-    "ignore_keys": "keys of rows and messages that are left out.",
+    "validation_share": "fraction of prompts to hold out for validation.",
+    "test_share": "fraction of prompts to hold out for the final test.",
+    "ignore_keys": "row and message keys to ignore.",
     "prompt_format": (
-        'the prompt, with names of columns in braces: ``"{article}\\n\\n{question}"``. ``{prompt}`` is the question,\n'
-        "        whatever its column is called."
+        'prompt text with column names in braces: ``"{article}\\n\\n{question}"``. ``{prompt}`` is the question,\n'
+        "        regardless of column name."
     ),
-    "meta": "keys that are carried along without a word: texts that the prompt need not show.",
+    "meta": "keys to keep without a notice, such as text that prompts need not show.",
     "size": (
-        "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
-        "        there are fewer, all of them. The size of a training split does not cut what is held out."
+        "number of examples to sample from the split, using ``seed``; surplus examples are counted as dropped.\n"
+        "        Defaults to all. Does not affect the held-out split."
     ),
-    "seed": "another seed, other examples.",
+    "seed": "changes the sample drawn by ``size``.",
 }
 _ERRORS = {
-    "DataError": "a missing or malformed file or row, with its line; or no row that can be used.",
-    "MissingExtra": "``datasets`` or ``pyarrow`` is needed and not installed.",
+    "DataError": "a missing or malformed file or row, including the line; or no usable rows.",
+    "MissingExtra": "``datasets`` or ``pyarrow`` is required but not installed.",
 }
 
 
 def reads_rows(read: Reader) -> Reader:
-    """Give a task that reads rows the options ``size`` and ``seed``; stands below ``register``.
+    """Decorator adding options ``size`` and ``seed`` to row-based tasks. Place it below ``register``.
 
-    Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
+    Without a path, files are looked up in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
     """
     name = read.__name__
     own = dict(inspect.signature(read, eval_str=True).parameters)
@@ -84,14 +84,14 @@ def reads_rows(read: Reader) -> Reader:
                 options |= _local_files(name, split, options)
                 origin = options.get("path")
                 if origin is None and needs_path:
-                    raise DataNotThere("task.path", "no file is named")
+                    raise DataNotThere("task.path", "not set")
             return replace(_choose_size(read(**options), size, seed), origin=origin)
         except (DataNotThere, MissingExtra) as error:
             error.args = (f"{error}{_where_to_get(name, place)}",)
             raise
 
     own |= _options(size=(Annotated[int, Field(ge=1)] | None, None), seed=(Seed, 0))
-    if place and needs_path:  # it may be left to POSTTRAIN_DATA
+    if place and needs_path:  # may be found in POSTTRAIN_DATA
         own |= _options(path=(str | None, None))
     _declare(sized, own)
     sized.__doc__ = _document(inspect.getdoc(read) or "", own)
@@ -107,13 +107,14 @@ def row_task(
     splits: Any = Split,
     split: str | None = None,
 ) -> Callable[[Callable[..., Example]], Reader]:
-    """Make a task of a function that reads a ``row`` (and maybe ``split``) as one example; its options are the task's.
+    """Turn a function reading a ``row`` (and optionally ``split``) into a task with the function's options.
 
     Args:
-        hub: name of the data set on the hub, maybe with a configuration: ``openai/gsm8k:main``.
-        train, test: names of its splits there; ``validation`` is a part of ``train``.
-        share: default of ``validation_share``; None: every split is taken as it is.
-        splits: type of the option ``split``, and ``split`` its default, else ``train`` (``test`` where that is all).
+        hub: dataset name on the hub, optionally with a configuration: ``openai/gsm8k:main``.
+        train, test: split names on the hub. ``validation`` is held out from ``train``.
+        share: default for ``validation_share``. None uses each split unchanged.
+        splits: allowed values for option ``split``. ``split`` is its default, else ``train`` (``test`` if that is the
+            only split).
     """
 
     def make(read: Callable[..., Example]) -> Reader:
@@ -151,7 +152,7 @@ def row_task(
 
 
 def _options(**options: tuple[Any, Any]) -> dict[str, inspect.Parameter]:
-    """Keyword-only parameters from (type, default) by name."""
+    """Build keyword-only parameters from (type, default)."""
     parameters = {}
     for name, (annotation, default) in options.items():
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -165,7 +166,7 @@ def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
 
 
 def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
-    """A reader's docstring with what it has in common with all others."""
+    """Complete a docstring with shared options and errors."""
     ends = [doc.find(part) for part in ("\n\nRaises:", "\n\nSource:") if part in doc]
     end = min(ends, default=len(doc))
     about = doc[:end]
@@ -176,7 +177,7 @@ def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
         if name not in options or f"\n    {name}:" in about:
             continue
         if name == "split" and options[name].annotation is TestSplit:
-            text = "there is nothing but a test split."
+            text = "only a test split exists."
         about += f"\n    {name}: {text}"
     about += "\n\nRaises:"
     for name, text in _ERRORS.items():
@@ -186,7 +187,7 @@ def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _choose_size(task: Task, size: int | None, seed: int) -> Task:
-    """The task with at most ``size`` examples, a function of (seed, size, number of examples), in their own order."""
+    """Sample at most ``size`` examples, determined by (seed, size, number of examples) and kept in order."""
     there = len(task.examples)
     if size is None or size >= there:
         return task
@@ -202,7 +203,7 @@ def _places() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """The options that name the task's files in the folder POSTTRAIN_DATA; none where there are no such files."""
+    """Find the task's files in the folder POSTTRAIN_DATA. Empty if not found."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return {}
@@ -210,7 +211,7 @@ def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str,
     listed = place.get("files", {})
     source = split
     if split == "validation" and "validation" not in listed:
-        source = "train"  # a validation split is a part of the training rows, unless it has a file of its own
+        source = "train"  # validation is held out from training rows, unless it has a separate file
     wanted = {"path": [f"{name}/{source}", *listed.get(source, ())]}
     for key, other in place.get("also", {}).items():
         if options.get(key) is None:
@@ -228,26 +229,26 @@ def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str,
 
 def _where_to_get(name: str, place: Mapping[str, object]) -> str:
     if not place:
-        return f". {name} reads a file of yours: name it as task.path, or by its name in the folder {FOLDER}"
+        return f". {name} requires your own file: set task.path, absolute or relative to the folder {FOLDER}"
     return (
-        f". Where to get it: {place['url']} (licence: {place['licence']}), for instance by: {place['get']}. Name the "
-        f"file as task.path, or put it as {name}/train.jsonl or {name}/test.jsonl into a folder that {FOLDER} names"
+        f". Source: {place['url']} (license: {place['licence']}), for example: {place['get']}. Set task.path to the "
+        f"file, or save it as {name}/train.jsonl or {name}/test.jsonl in the folder given by {FOLDER}"
     )
 
 
 class Dropped(Exception):
-    """A row that is left out and counted; the text is the reason, the same for all such rows."""
+    """Raised to drop and count a row. The message is the reason, and must be identical for similar rows."""
 
 
 def drop_if(is_useless: object, reason: str) -> None:
-    """Leave the row out, and count it, if it cannot be used."""
+    """Drop and count a row if it is unusable."""
     if is_useless:
         raise Dropped(reason)
 
 
 @dataclass(slots=True)
 class CollectedExamples:
-    """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
+    """Examples in row order, number of dropped rows by reason, and key usage."""
 
     examples: list[Example] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -255,10 +256,10 @@ class CollectedExamples:
     unshown: UnshownColumns = field(default_factory=UnshownColumns)
 
     def settle_keys(self, row: Row, *, carries: bool) -> dict[str, Any]:
-        """Count each key by its use; with ``carries`` return the values of those that nothing has read, for ``meta``.
+        """Count each key by usage, and return unread values for ``meta`` if ``carries`` is set.
 
         Raises:
-            DataError: a key that nothing has read would change what is trained, or is a slip of one that would.
+            DataError: an unread key would change training, or is probably a typo of such a key.
         """
         of_messages = {key for key in row.used if "[]." in key}
         ignored = {key for key in of_messages if key.rpartition(".")[2] in row.ignored}
@@ -267,7 +268,7 @@ class CollectedExamples:
                 self.keys[key, "read"] += 1
         for key in sorted(ignored):
             self.keys[key, LEFT_OUT] += 1
-        use = "carried along (meta)" if carries else "no part of this task"
+        use = "kept (meta)" if carries else "not used by this task"
         carried: dict[str, Any] = {}
         for key in row.unused():
             if key not in self.unshown.silenced:
@@ -278,11 +279,11 @@ class CollectedExamples:
         return carried
 
     def require_examples(self, place: str) -> None:
-        """Raise a DataError with the reasons where there were rows and all of them were dropped."""
+        """Raise a DataError with all reasons if every row was dropped."""
         if not self.examples and self.dropped:
             reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
-            what = "`posttrain explain` with the task's name says what a row must have"
-            raise DataError(place, f"no row can be used: {reasons}. {what}")
+            what = "Run `posttrain explain` with the task's name for required keys"
+            raise DataError(place, f"no usable rows: {reasons}. {what}")
 
     def as_task(
         self,
@@ -294,10 +295,11 @@ class CollectedExamples:
         by_opening: bool = False,
         test_share: float | None = None,
     ) -> Task:
-        """A split of it (``choose_split``); all of it where no ``share`` is given. Small parts come with a notice.
+        """Build a task for a split (``choose_split``), or from all rows if ``share`` is None. Small splits add a
+        warning.
 
         Raises:
-            DataError: there is nothing, or nothing is left for the split.
+            DataError: no examples, or none in this split.
         """
         self.require_examples(place)
         part: FileSplit = split
@@ -311,20 +313,20 @@ class CollectedExamples:
 
 
 def _describe_part(name: str, split: FileSplit, size: int, total: int) -> tuple[str, ...]:
-    """Return a line about a part of a file that is measured on: its size, and its interval where it is small."""
+    """Describe a held-out part of a file: size, plus confidence interval if small."""
     if split not in ("validation", "test"):
         return ()
-    line = f"{name}/{split}: {size:,} of {total:,} rows, which split train leaves out; task.split all takes every row"
+    line = f"{name}/{split}: {size:,} of {total:,} rows, excluded from split train; task.split all uses every row"
     if size >= MIN_HELD_OUT:
         if split == "test":
             return (line,)
         return ()
-    half = 98.0 / math.sqrt(size + 3.84)  # of Wilson's interval at a share of one half, in points
-    return (f"{line}. A share of so few has a 95 % interval of up to ±{half:.0f} points: raise task.{split}_share",)
+    half = 98.0 / math.sqrt(size + 3.84)  # Wilson interval for a fraction of one half, in percentage points
+    return (f"{line}. With so few rows, 95 % intervals reach ±{half:.0f} points: raise task.{split}_share",)
 
 
-LEFT_OUT = "left out (task.ignore_keys)"
-# Keys that change what is trained. Where a task does not read them, leaving them out would train something else.
+LEFT_OUT = "ignored (task.ignore_keys)"
+# Keys that change training. If a task does not read them, ignoring them would silently train something else.
 _OF_INSTRUCTION = ("input", "context")
 MEANT = frozenset((
     "system", "tools", "functions", "function_call", "tool_calls", "margin", "weight", "history",
@@ -334,27 +336,27 @@ MEANT = frozenset((
 
 
 def _refuse_meant(row: Row, key: str) -> None:
-    """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
+    """Refuse unread keys in ``MEANT``, and likely typos of such keys."""
     value = row.plain(key)
     if value in ([], {}) or is_only_space(value):
         return
-    if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
+    if key in _OF_INSTRUCTION and row.has("instruction"):  # already included in the prompt
         return
-    way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
+    way_out = f"Remove {key!r} from the row, or add it to task.ignore_keys if the task supports that"
     if key in _OF_INSTRUCTION:
         way_out += f'. task.prompt_format: "{{{key}}}\\n\\n{{prompt}}" shows it in the prompt'
     row.refuse_if(
         key.strip("\ufeff ").lower() in MEANT,
-        f"the key {key!r} is not read here, and without it something else would be trained. {way_out}",
+        f"the key {key!r} is not read here, although it affects training. {way_out}",
     )
-    names = sorted(MEANT - {*_OF_INSTRUCTION, "train"})  # many words are like 'train'
+    names = sorted(MEANT - {*_OF_INSTRUCTION, "train"})  # many words resemble 'train'
     near = [name for name in names if _may_be_slip(key, name) and not row.has(name)]
     for slip in get_close_matches(key, near, n=1, cutoff=0.83):
         raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
 
 
 def _may_be_slip(key: str, name: str) -> bool:
-    """Return whether a key may be a slip of a name; 'height' is none of 'weight'."""
+    """Check if a key may be a typo of a name. Excludes 'height' for 'weight'."""
     return name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2
 
 
@@ -369,16 +371,16 @@ def collect_examples(
     ignored: Sequence[str] = (),
     silenced: Sequence[str] = (),
 ) -> CollectedExamples:
-    """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
+    """Read an example per row. ``read`` raises ``Dropped`` for unusable rows.
 
     Args:
-        dropped: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
-        name: beginning of each id; the row's number follows where ``read`` gives no id.
-        carries: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
-        silenced: keys that are carried along whatever they hold (``task.meta``).
+        dropped: counter already used by ``rows``; this function adds to it.
+        name: prefix for ids, followed by the row number if ``read`` sets no id.
+        carries: keep unread keys in the example's ``meta``, except ``ignored`` ones.
+        silenced: keys to keep without checks (``task.meta``).
 
     Raises:
-        DataError: a malformed row, or rows of which none can be used.
+        DataError: malformed row, or no usable rows.
     """
     collected = CollectedExamples()
     if dropped is not None:
@@ -404,10 +406,10 @@ def collect_examples(
 
 
 def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
-    """Hash the prompt's text to a number in [0, 1) (BLAKE2b).
+    """Hash a prompt's text to a number in [0, 1) using BLAKE2b.
 
-    ``by_opening``: the prompt up to the user's first message, so that a dialogue and a longer one that goes on from it
-    have the same. A text without a prompt has its own.
+    ``by_opening``: hash only through the first user message, so dialogues with a common beginning get equal hashes.
+    Raw text is hashed itself.
     """
     parts = []
     for message in example.messages:
@@ -429,45 +431,46 @@ def choose_split(
     by_opening: bool = False,
     test_share: float | None = None,
 ) -> list[Example]:
-    """Return the examples of one split, in order.
+    """Select the examples for a split, in order.
 
-    The prompts whose hash is below ``share`` are held out as validation, the next ``test_share`` as test, and ``train``
-    is the rest; equal prompts stand on the same side, whatever else is in the file. ``all`` is everything, as is
-    ``test`` of a file of its own (``test_share`` None). Where a small file would leave a part empty, its lowest
-    (highest) prompt goes there. ``by_opening`` keeps dialogues that begin alike on one side.
+    Prompts with hashes below ``share`` are held out for validation, the next ``test_share`` for test, and the rest is
+    ``train``. Equal prompts always share a split, regardless of other rows. ``all`` selects everything, as does
+    ``test`` for a separate file (``test_share`` None). If a small file would leave a part empty, it receives the
+    prompt with the lowest remaining (or highest) hash. ``by_opening`` keeps dialogues with a common beginning
+    together.
 
     Raises:
-        DataError: nothing is left for the split.
+        DataError: no examples remain for this split.
     """
     if not examples:
-        raise DataError(place, "no usable examples in it; give a file with rows")
+        raise DataError(place, "contains no usable examples; choose a file with rows")
     shares = (share, test_share or 0.0)
     is_whole_test = split == "test" and test_share is None
     is_whole_train = split == "train" and not any(shares)
     if split == "all" or is_whole_test or is_whole_train:
         return list(examples)
     if (split == "validation" and shares[0] == 0) or (split == "test" and shares[1] == 0):
-        raise DataError(place, f"nothing is held out for {split}; set task.{split}_share above 0")
+        raise DataError(place, f"no rows are held out for {split}; set task.{split}_share above 0")
     hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
     if len(set(hashes)) == 1:
         options = "validation_share"
         if test_share is not None:
             options = "validation_share and test_share"
-        raise DataError(place, f"only one distinct prompt: it cannot be parted; to train on it, set {options} to 0")
+        raise DataError(place, f"only one distinct prompt, which cannot be split; to train on it, set {options} to 0")
     first, second = _ends(sorted(set(hashes)), shares)
     begin, end = {"validation": (0.0, first), "test": (first, second), "train": (second, 1.0)}[split]
     chosen = [example for example, value in zip(examples, hashes, strict=True) if begin <= value < end]
     if not chosen:
-        raise DataError(place, f"too few distinct prompts to hold some out for {split}; give more rows, or split all")
+        raise DataError(place, f"too few distinct prompts to hold out {split}; add rows, or use split all")
     return chosen
 
 
 def _ends(hashes: Sequence[float], shares: tuple[float, float]) -> tuple[float, float]:
-    """Return where the two held-out parts end among distinct hashes: each with one at least, as far as there are."""
+    """Compute upper hash limits for both held-out parts. Each receives at least one distinct hash if possible."""
     validation, test = shares
     first = 0.0
     if validation and len(hashes) > 1:
-        num_kept = 2 if test and len(hashes) > 2 else 1  # for the parts that follow
+        num_kept = 2 if test and len(hashes) > 2 else 1  # reserved for subsequent parts
         first = _end_of_part(hashes, validation, num_kept)
     left = [value for value in hashes if value >= first]
     second = first
@@ -477,11 +480,11 @@ def _ends(hashes: Sequence[float], shares: tuple[float, float]) -> tuple[float, 
 
 
 def _end_of_part(hashes: Sequence[float], end: float, num_kept: int) -> float:
-    """The end of a part that begins with the lowest of these hashes and leaves ``num_kept`` of them to others."""
+    """Limit a part so that it includes the lowest hash and leaves ``num_kept`` hashes for others."""
     behind_lowest = math.nextafter(hashes[0], 1.0)
     return min(max(end, behind_lowest), hashes[-num_kept])
 
 
 def strip_calculations(text: str) -> str:
-    """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
+    """Strip GSM8K's calculator annotations, ``<<48/2=24>>``."""
     return re.sub(r"<<[^<>]*>>", "", text)

@@ -1,6 +1,6 @@
-"""Rows from files and from the hub: the one reader of jsonl, json, csv, parquet and data sets of the hub.
+"""Row readers for jsonl, json, csv, parquet and hub datasets.
 
-Every row has its place, so that whatever is wrong with it is reported as file and line.
+Rows remember their location, so errors can name file and line.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from posttrain.option_types import shown_with_type
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
 
-FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
+FOLDER = "POSTTRAIN_DATA"  # environment variable naming a folder with data files
 HUB = "hf:"
 _HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".csv", ".tsv", ".parquet")
-# pyarrow's own errors derive from these; dates, durations and zones that Python has not raise the last three.
+# pyarrow errors derive from these. Unsupported dates, durations and time zones raise the last three.
 _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError, ArithmeticError)
 MAX_LINE_BYTES = 1 << 28
-MAX_DIGITS = 300  # a number of more is beyond floating point
-_NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
-_REPR = re.compile(r"\s*\[\s*\{'(?:role|content|from|value)':")  # of a list of messages, as pandas writes it to csv
+MAX_DIGITS = 300  # larger numbers exceed floating point
+_NO_CHARACTER = "contains an unpaired surrogate, which is not a valid character; fix the encoding"
+_REPR = re.compile(r"\s*\[\s*\{'(?:role|content|from|value)':")  # a message list printed by pandas to csv
 ROLES = ("system", "user", "assistant", "tool")
-# Other names of roles, by the key of the role: of chat templates and of ShareGPT.
+# Alternative role names, by role key: chat templates and ShareGPT.
 OTHER_ROLES = {
     "role": {"developer": "system"},
     "from": {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -45,7 +45,7 @@ OTHER_ROLES = {
 
 
 class RowData(dict[str, Any]):
-    """The keys and values of a row; ``used`` notes whose values were taken."""
+    """A row's values. Access is tracked in ``used``."""
 
     __slots__ = ("used",)
 
@@ -58,23 +58,23 @@ class RowData(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value as a dict does; the key counts as used."""
+        """Like ``dict.get``, but mark the key as used."""
         self.used.add(key)
         return super().get(key, default)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data.
+    """A data row.
 
-    Its methods raise a DataError where a key is missing, or its value of another type, blank or not encodable.
+    Methods raise DataError if a key is missing, or its value has the wrong type, is blank, or cannot be encoded.
 
     Attributes:
-        line: its 1-based line (jsonl, csv) or row number (json, parquet, hub).
-        part: the number among the rows that were made of one line; 0 where the line is the row.
-        is_arrow: the file is a table, in which null stands for a key that an object does not have.
+        line: 1-based line (jsonl, csv) or row number (json, parquet, hub).
+        part: position among rows generated from the same line, or 0.
+        is_arrow: rows come from a typed table, so null means a missing key.
         ignored: ``task.ignore_keys``.
-        used: the keys whose values were taken, those inside of messages too (``messages[].name``).
+        used: keys that were accessed, including message keys (``messages[].name``).
     """
 
     place: str
@@ -90,30 +90,30 @@ class Row:
 
     @property
     def number(self) -> str:
-        """The row's name among the file's others: ``7``, or ``7.2`` for the second of line 7."""
+        """Row label within the file: ``7``, or ``7.2`` for the second row generated from line 7."""
         if self.part:
             return f"{self.line}.{self.part}"
         return str(self.line)
 
     def fail(self, what: str) -> DataError:
-        """The error to raise about this row."""
+        """Build an error for this row."""
         return DataError(self.place, what, self.line)
 
     def refuse_if(self, is_wrong: object, what: str) -> None:
-        """Raise the error about this row if something is wrong with it."""
+        """Raise an error for this row if ``is_wrong``."""
         if is_wrong:
             raise self.fail(what)
 
     def has(self, key: str) -> bool:
-        """Return True if the key is there and not null; it does not count as used."""
+        """Check if the key exists and is not null, without marking it as used."""
         return any(name == key and value is not None for name, value in self.data.items())
 
     def unused(self) -> list[str]:
-        """The keys that have a value and were not used, in order."""
+        """List non-null keys that were not used, in order."""
         return [key for key, value in self.data.items() if value is not None and key not in self.used]
 
     def nested(self, key: str) -> Any:
-        """A list or object under ``key``, which may stand there as its JSON text, as in a table of texts."""
+        """Get a list or object, decoding JSON text if necessary."""
         value = self.data[key]
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             with suppress(ValueError, RecursionError):
@@ -121,7 +121,7 @@ class Row:
         return self.as_written(value)
 
     def peek(self, key: str) -> Any:
-        """The value as ``nested`` gives it, which does not count as used; None if there is none."""
+        """Like ``nested``, without marking the key as used. None if missing."""
         if not self.has(key):
             return None
         was_used = key in self.used
@@ -131,14 +131,14 @@ class Row:
         return value
 
     def is_text(self, key: str) -> bool:
-        """Return True if a text stands under ``key`` that is not the JSON text of messages."""
+        """Check if the value is text, excluding JSON text containing messages."""
         value = self.data.get(key)
         is_repr = isinstance(value, str) and _REPR.match(value)
-        self.refuse_if(is_repr, f"{key!r} holds messages as Python prints them; write them by json.dumps")
+        self.refuse_if(is_repr, f"{key!r} contains messages as printed by Python; write them using json.dumps")
         return isinstance(value, str) and not are_messages(self.nested(key))
 
     def as_written(self, value: object) -> object:
-        """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
+        """Remove nulls that typed tables insert for missing keys."""
         if self.is_arrow and isinstance(value, Mapping):
             return {key: self.as_written(one) for key, one in value.items() if one is not None}
         if self.is_arrow and isinstance(value, list):
@@ -146,18 +146,18 @@ class Row:
         return value
 
     def text(self, key: str) -> str:
-        """The text under ``key``."""
+        """Get text."""
         self.need(key)
         return self.checked(self.data[key], key)
 
     def need(self, key: str, way_out: str = "") -> None:
-        """Refuse a row without ``key``; ``way_out`` ends the message."""
+        """Require a key. ``way_out`` is appended to the message."""
         if key not in self.data:
             there = ", ".join(self.data) or "no keys"
-            raise self.fail(f"the key {key!r} is missing.{suggest(key, self.data)} There are: {there}{way_out}")
+            raise self.fail(f"the key {key!r} is missing.{suggest(key, self.data)} Available: {there}{way_out}")
 
     def answer(self, key: str) -> str:
-        """The text under ``key``, where a number may stand for its text (``145.0``)."""
+        """Get text, converting numbers (``145.0``)."""
         value = self.data.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
@@ -166,11 +166,11 @@ class Row:
         return self.text(key)
 
     def checked(self, value: object, name: str) -> str:
-        """``value`` if it is text that can be used."""
+        """Validate text."""
         if not isinstance(value, str):
             raise self.fail(f"{name!r} must be text; got {shown_with_type(value)}")
         if not value.strip():
-            raise self.fail(f"{name!r} is empty; give a text, or leave the row out")
+            raise self.fail(f"{name!r} is empty; add text, or remove the row")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
@@ -178,7 +178,7 @@ class Row:
         return value
 
     def plain(self, key: str) -> Any:
-        """Whatever is under ``key``, to be kept as it is; None where nothing is."""
+        """Get any value unchanged. None if missing."""
         value = self.as_written(self.data.get(key))
         try:
             json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8")
@@ -187,7 +187,7 @@ class Row:
         return value
 
     def meta(self) -> dict[str, Any]:
-        """The object under ``meta``, or another value there under this name; empty where there is none."""
+        """Get the object ``meta``; any other value is wrapped as ``{"meta": value}``. Empty if missing."""
         if not self.has("meta"):
             return {}
         value = self.plain("meta")
@@ -196,7 +196,7 @@ class Row:
         return {"meta": value}
 
     def entries(self, key: str, what: str) -> list[object]:
-        """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
+        """Get a non-empty list. ``what`` describes entries in errors: ``of two texts``."""
         self.need(key)
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
@@ -205,7 +205,7 @@ class Row:
 
 
 def are_messages(value: object) -> bool:
-    """Return True if a value is a list of messages, each with a known role."""
+    """Check if a value is a list of messages with known roles."""
     known = {*ROLES, *OTHER_ROLES["role"], *OTHER_ROLES["from"]}
     return (
         isinstance(value, list)
@@ -215,22 +215,22 @@ def are_messages(value: object) -> bool:
 
 
 def is_only_space(value: object) -> bool:
-    """Return True if a value is a text of nothing but white space."""
+    """Check if a value is blank text."""
     return isinstance(value, str) and not value.strip()
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
-    """Read the rows of a file with one of ``SUFFIXES``, in order.
+    """Read rows from a file with any of ``SUFFIXES``, in order.
 
-    Blank lines of a jsonl file are no rows. A json file is a list of rows (or has one to a line); a csv or tsv file has
-    the keys in its first line, and an empty cell is a missing key. A relative path that is not there is looked for in
-    the folder POSTTRAIN_DATA. ``hf:NAME[:CONFIG][@SPLIT]`` is a data set on the hub or a local folder of one; with
-    ``#N`` its first N rows are streamed. ``hf:NAME/FILE`` is one file of it.
+    Blank jsonl lines are skipped. json files contain a list of rows, or one row per line. csv and tsv files begin
+    with a line of keys; empty cells are missing keys. Relative paths are also looked up in the folder POSTTRAIN_DATA.
+    ``hf:NAME[:CONFIG][@SPLIT]`` is a dataset on the hub or in a local folder; ``#N`` streams only its first N rows.
+    ``hf:NAME/FILE`` is a single file from a hub dataset.
 
     Raises:
-        DataNotThere: no such file or data set.
-        DataError: another kind of file, damaged, or a line that is no JSON object.
-        MissingExtra: ``pyarrow`` or ``datasets`` is needed and not installed.
+        DataNotThere: file or dataset not found.
+        DataError: unsupported or damaged file, or a line that is not a JSON object.
+        MissingExtra: ``pyarrow`` or ``datasets`` is required but not installed.
     """
     if str(path).startswith(HUB):
         yield from _read_hub(str(path))
@@ -246,11 +246,11 @@ def read_file(path: str | Path) -> Iterator[Row]:
         near = ""
         if kind_of_file(path.parent) == "folder":
             near = suggest(path.name, (p.name for p in path.parent.iterdir()))
-        raise DataNotThere(path, f"no such file.{near} Give one that is there")
+        raise DataNotThere(path, f"no such file.{near} Check the path")
     if kind != "file":
-        raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
+        raise DataError(path, f"this is a {kind}, but must be a file ({', '.join(SUFFIXES)})")
     if not path.name.lower().endswith(SUFFIXES):
-        raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
+        raise DataError(path, f"unknown file type; supported: {', '.join(SUFFIXES)}")
     readers = {".parquet": _read_parquet, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
     yield from readers.get(path.suffix.lower(), _read_lines)(path)
 
@@ -263,7 +263,7 @@ def _read_lines(path: Path) -> Iterator[Row]:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     size = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
-                    raise DataError(path, f"{size}; write one object to a line, and shorter texts", number)
+                    raise DataError(path, f"{size}; write one object per line, with shorter text", number)
                 encoding = "utf-8"
                 if number == 1:
                     encoding = "utf-8-sig"
@@ -273,11 +273,11 @@ def _read_lines(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8"
         if not is_gzip and _begins_as_gzip(path):
-            remedy = f"it is gzip, so name it {path.name}.gz"
+            remedy = f"gzip data, so rename it to {path.name}.gz"
         raise DataError(path, f"not UTF-8 text ({error.reason}); {remedy}", number) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            path, f"the gzip file is damaged or cut off ({error}); get it again, or compress it again", number + 1
+            path, f"damaged or truncated gzip file ({error}); download or compress it again", number + 1
         ) from None
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from None
@@ -297,12 +297,12 @@ def _integer(digits: str) -> int:
 def _without_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     twice = _first_twice([name for name, _ in pairs])
     if twice is not None:
-        raise ValueError(f"the key {twice!r} stands twice in an object")
+        raise ValueError(f"duplicate key {twice!r} in an object")
     return dict(pairs)
 
 
 def _first_twice(names: Sequence[str]) -> str | None:
-    """The first name that comes again."""
+    """Find the first duplicate name."""
     if len(set(names)) == len(names):
         return None
     return next(name for name in names if names.count(name) > 1)
@@ -316,17 +316,17 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, object]:
         value = _JSON.decode(text)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}: {text[:60]!r}"
-        raise DataError(path, f"not JSON: {error.msg} at {where}; write one object to a line", number) from None
-    except (ValueError, RecursionError) as error:  # a number of hundreds of digits, a key twice, very deep nesting
-        what = f"not usable JSON: {error}; give a flatter object with shorter numbers, and each key once"
+        raise DataError(path, f"not JSON: {error.msg} at {where}; write one object per line", number) from None
+    except (ValueError, RecursionError) as error:  # numbers with hundreds of digits, duplicate keys, very deep nesting
+        what = f"not usable JSON: {error}; use shorter numbers, unique keys and less nesting"
         raise DataError(path, what, number) from None
     if not isinstance(value, dict):
-        raise DataError(path, f"a line must be one JSON object; got {shown_with_type(value)}", number)
+        raise DataError(path, f"each line must be a JSON object; got {shown_with_type(value)}", number)
     return value
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Read the objects of a list, by their number; a file of one object to a line is read by lines."""
+    """Read a list of objects, numbered from 1. Falls back to one object per line."""
     text = _whole_text(path)
     try:
         values = _JSON.decode(text)
@@ -336,11 +336,11 @@ def _read_json(path: Path) -> Iterator[Row]:
             return
         raise DataError(path, f"not usable JSON: {error}; write a list of objects") from None
     if not isinstance(values, list):
-        what = f"the file is one {type(values).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
-        raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
+        what = f"expected a list of rows in .json ([{{...}}, {{...}}]), got {type(values).__name__}"
+        raise DataError(path, f"{what}. Extract the list, or write one object per line (.jsonl)")
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise DataError(path, f"row {number} must be one JSON object; got {shown_with_type(value)}", number)
+            raise DataError(path, f"row {number} must be a JSON object; got {shown_with_type(value)}", number)
         yield Row(str(path), number, value)
 
 
@@ -348,7 +348,7 @@ def _whole_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_LINE_BYTES:
             size = f"a file of more than {MAX_LINE_BYTES >> 20} MiB"
-            raise DataError(path, f"{size}, which is read whole; write one object to a line (.jsonl)")
+            raise DataError(path, f"{size}, which would be read at once; write one object per line (.jsonl)")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(path, f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
@@ -357,7 +357,7 @@ def _whole_text(path: Path) -> str:
 
 
 def _read_table(path: Path) -> Iterator[Row]:
-    """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
+    """Read csv or tsv rows as strings, using keys from the first line and skipping empty cells."""
     csv.field_size_limit(MAX_LINE_BYTES)
     stream = io.StringIO(_whole_text(path), newline="")
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
@@ -376,26 +376,26 @@ def _read_table(path: Path) -> Iterator[Row]:
             for value in values:
                 bare = value.strip()
                 if value[:1] == " " and bare[:1] == bare[-1:] == '"':
-                    what = "a space stands between a comma and a quoted cell, so that its quotes are text; take it out"
+                    what = "space between a comma and a quoted cell, so the quotes become text; remove the space"
                     raise DataError(path, what, line)
             if len(values) != len(names):
-                what = f"{len(values)} cells, and the first line names {len(names)} keys; quote cells with commas"
+                what = f"{len(values)} cells, but {len(names)} keys in the first line; quote cells containing commas"
                 raise DataError(path, what, line)
             cells = {name: value for name, value in zip(names, values, strict=True) if value != ""}
             yield Row(str(path), line, cells)
     except csv.Error as error:
-        what = f"not a readable table ({error}); quote cells that hold quotes or line ends"
+        what = f"not a readable table ({error}); quote cells containing quotes or line breaks"
         raise DataError(path, what, next_line) from None
 
 
 def _table_keys(values: Sequence[str], path: Path, line: int) -> list[str]:
-    """The keys in the first line of a table; one without a name, as pandas writes its index, is called by its place."""
+    """Read keys from a table's first line. Unnamed columns, such as a pandas index, are named by position."""
     names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
     if len(names) == 1 and ";" in names[0]:
-        raise DataError(path, "its cells are parted by ';'; write commas, or tabs in a .tsv file", line)
+        raise DataError(path, "cells are separated by ';'; use commas, or tabs in a .tsv file", line)
     twice = _first_twice(names)
     if twice is not None:
-        raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
+        raise DataError(path, f"duplicate key {twice!r} in the first line", line)
     return names
 
 
@@ -410,20 +410,20 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         names = file.schema_arrow.names
         twice = _first_twice(names)
         if twice is not None:
-            raise DataError(path, f"the column {twice!r} is there twice; give each column its own name")
+            raise DataError(path, f"duplicate column {twice!r}; rename one")
         for batch in file.iter_batches():
             for data in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
                 yield Row(str(path), number, data, is_arrow=True)
     except _NOT_PARQUET as error:
-        raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
+        raise DataError(path, f"not a readable parquet file ({error}); replace it") from None
 
 
 def _read_hub(path: str) -> Iterator[Row]:
-    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]`` by ``datasets``, or of ``hf:NAME/FILE``, which needs no more."""
+    """Read ``hf:NAME[:CONFIG][@SPLIT][#N]`` using ``datasets``, or ``hf:NAME/FILE`` without it."""
     parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
     if parts is None:
-        raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
+        raise DataError(path, "write hub datasets as hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
     name = parts["name"]
     config = parts["config"]
     split = parts["split"] or "train"
@@ -455,5 +455,5 @@ def _read_hub(path: str) -> Iterator[Row]:
         for number, row in enumerate(islice(rows, num_rows), start=1):
             yield Row(place, number, row, is_arrow=True)
     except failures as error:
-        way_out = "Without the hub, give a local file in the same layout as task.path"
+        way_out = "Without hub access, set task.path to a local file with the same layout"
         raise DataNotThere(place, f"cannot be loaded ({error}). {way_out}") from error

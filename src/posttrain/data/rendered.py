@@ -1,6 +1,6 @@
-"""Prompts of a task that are rendered already: they end as a prompt template ends a prompt, and are not rendered twice.
+"""Detect already rendered prompts, by comparing their ends to prompt templates, to avoid rendering them twice.
 
-A single prompt that ends so may be anybody's text. More than half of a task's prompts are a form of the file.
+A single match may be coincidence. A task counts as rendered if more than half of its prompts match.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from posttrain.errors import UsageError
 from posttrain.types import Example
 
 _NUM_READ = 64
-# The ends of common forms, where an assistant begins to speak: turn markers, and names with another speaker before.
+# Common suffixes before an assistant turn: turn markers, or names if another speaker precedes.
 _TURN = re.compile(
     r"(?:<\|im_start\|>assistant|<\|start_header_id\|>assistant<\|end_header_id\|>|<\|assistant\|>|<start_of_turn>model"
     r"|<\|turn>model|<｜Assistant｜>|<\|start\|>assistant|\[/INST\])\s*(?:<think>)?\s*\Z"
 )
 _SPEAKER = re.compile(r"^[ \t#*]*(?:Human|User|Instruction|Question):", re.MULTILINE)
 _ASSISTANT = re.compile(r"[ \t#*]*((?:Assistant|Response):)\**")
-_TAKEN_BY = {"Assistant: <think>": "r1_zero or as_is, which take", "Assistant:": "dialogue or as_is, which take"}
+_TAKEN_BY = {"Assistant: <think>": "r1_zero or as_is", "Assistant:": "dialogue or as_is"}
 
 
 def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: str = "task") -> Task:
-    """The task with the prompts that the template itself has rendered marked, and a line that says so.
+    """Mark prompts already rendered by this template, and add a startup line.
 
-    Each part of a mixture is a file. Under a template that renders nothing, rendered prompts are marked without a line:
-    a reward model may read them by another template.
+    Each part of a mixture is checked separately. Templates that render nothing mark rendered prompts silently, since
+    a reward model may use a different template.
 
     Raises:
-        UsageError: the prompts are rendered in another form.
+        UsageError: prompts are rendered in a different format.
     """
     if template.name == "document":
         return task
@@ -62,12 +62,12 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
             place = f"{where}: part {part!r}"
         if end != own:
             raise UsageError(
-                f"{place}: {len(ends)} of {first}{len(texts)} prompts are rendered already: they end in {end!r}, and "
+                f"{place}: {len(ends)} of {first}{len(texts)} prompts are rendered already (they end in {end!r}), and "
                 f"prompt.template {template.name} would render them again. Use prompt.template "
-                f"{_TAKEN_BY.get(end, 'as_is, which takes')} them as they are, or give the questions alone"
+                f"{_TAKEN_BY.get(end, 'as_is')}, or provide plain questions"
             )
         marked.add(part)
-        line = f"{place}: {share} that were read are rendered already (they end in {end!r}) and are taken as they are"
+        line = f"{place}: {share} read are rendered already (they end in {end!r}) and used unchanged"
         lines.append(line)
     if not marked:
         return task
@@ -82,7 +82,7 @@ def take_rendered(task: Task, template: Template, tokenizer: Tokenizer, where: s
 
 
 def _read_parts(task: Task) -> dict[str, list[str]]:
-    """Return the prompts of the first examples of each part of a mixture; of a task without parts under no name."""
+    """Read the first prompts for each mixture part. Tasks without parts use an empty name."""
     texts: dict[str, list[str]] = {}
     for example in islice(task.examples, _NUM_READ * max(1, len(task.parts))):
         texts.setdefault(_part_of(example, task), []).append(_prompt_of(example))
@@ -96,14 +96,14 @@ def _part_of(example: Example, task: Task) -> str:
 
 
 def _marked(example: Example) -> Example:
-    """Return the example with its prompt marked as rendered."""
+    """Mark an example's prompt as rendered."""
     if not _prompt_of(example):
         return example
     return replace(example, messages=(replace(example.messages[0], is_rendered=True),))
 
 
 def _change(task: Task, change: Callable[[Example], Example]) -> Task:
-    """Return the task with changed examples; those that are made on demand stay so."""
+    """Apply ``change`` to all examples, keeping lazy ones lazy."""
     if isinstance(task.examples, ExamplesOnDemand):
         return replace(task, examples=task.examples.changed(change))
     return replace(task, examples=[change(example) for example in task.examples])
@@ -112,31 +112,31 @@ def _change(task: Task, change: Callable[[Example], Example]) -> Task:
 def take_rendered_prompts(
     examples: Sequence[Example], template: Template, tokenizer: Tokenizer, where: str
 ) -> tuple[list[Example], tuple[str, ...]]:
-    """Return prompts that are asked once, those marked that are rendered already, and lines that say so.
+    """Mark already rendered prompts in a one-time request, and return startup lines.
 
     Raises:
-        UsageError: they are rendered in a form other than the template's.
+        UsageError: prompts are rendered in a format different from the template's.
     """
     task = take_rendered(Task("prompts", "prompts", list(examples)), template, tokenizer, where)
     return list(task.examples), task.warnings
 
 
 def note_rendered(task: Task, tokenizer: Tokenizer | None = None) -> str:
-    """Return a line about a task whose prompts are rendered already, in any form; nothing for other tasks."""
+    """Format a line if a task's prompts are already rendered, in any format. Empty otherwise."""
     texts = [_prompt_of(example) for example in islice(task.examples, _NUM_READ)]
     ends = [end for end in (_any_end(text, tokenizer) for text in texts) if end]
     if not ends or 2 * len(ends) <= len(texts):
         return ""
     end = max(ends, key=ends.count)
-    takes = _TAKEN_BY.get(end, "as_is, which takes")
+    suitable = _TAKEN_BY.get(end, "as_is")
     return (
-        f"{len(ends)} of the {len(texts)} prompts that were read are rendered already: they end in {end!r}. Use "
-        f"prompt.template {takes} them as they are"
+        f"{len(ends)} of {len(texts)} prompts read are rendered already (they end in {end!r}). Use prompt.template "
+        f"{suitable} to keep them unchanged"
     )
 
 
 def _any_end(text: str, tokenizer: Tokenizer | None) -> str:
-    """Return the end of a prompt that is rendered in a common form, or in the tokenizer's; empty for any other text."""
+    """Find a rendered prompt's suffix, in a common format or the tokenizer's. Empty for any other text."""
     kept = text.rstrip()
     turn = _TURN.search(kept)
     if turn is not None:
@@ -148,19 +148,19 @@ def _any_end(text: str, tokenizer: Tokenizer | None) -> str:
 
 
 def _prompt_of(example: Example) -> str:
-    """The prompt, if it is one text of a user."""
+    """Get the prompt if it is a single user message."""
     if len(example.messages) == 1 and example.messages[0].role == "user":
         return example.messages[0].content
     return ""
 
 
 def _own_end(template: Template) -> str:
-    """The text with which the template ends a prompt by itself; empty if a question ends it."""
+    """Suffix that the template adds to prompts. Empty if prompts end with the question."""
     return template.frame[1].strip()
 
 
 def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
-    """The end of a rendered prompt; empty for any other text."""
+    """Find a rendered prompt's suffix. Empty for any other text."""
     own = _own_end(template)
     kept = text.rstrip()
     if own and kept.endswith(own):
@@ -177,7 +177,7 @@ def _end_of(text: str, template: Template, tokenizer: Tokenizer) -> str:
 
 
 def _named_end(text: str) -> str:
-    """The name of the assistant with which a transcript ends; empty for any other text."""
+    """Find the assistant's name at the end of a transcript. Empty for any other text."""
     before = text.removesuffix("<think>").rstrip()
     named = _ASSISTANT.fullmatch(before.rpartition("\n")[2])
     if named is None or not _SPEAKER.search(before):
@@ -188,7 +188,7 @@ def _named_end(text: str) -> str:
 
 
 def _chat_end(tokenizer: Tokenizer) -> str:
-    """The text that the tokenizer's chat template writes before an answer, if it has a turn marker."""
+    """Find the generation prompt written by the chat template, if it contains a marker."""
     if not tokenizer.chat_template:
         return ""
     with suppress(UsageError):

@@ -1,4 +1,4 @@
-"""Solutions with a verdict, or with a label for each step: judged samples, Math-Shepherd, PRM800K."""
+"""Solutions with a single label, or a label per step: scored samples, Math-Shepherd, PRM800K."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from posttrain.option_types import shown_with_type
 from posttrain.registry import register
 from posttrain.types import Example, Message, Response
 
-META_KEYS = ("level", "subject", "type")  # of a problem, by which evaluation breaks results down
-_TAG = "ки"  # ends a step in Math-Shepherd's ``input``, where ``label`` has + or −
+META_KEYS = ("level", "subject", "type")  # problem metadata, used by evaluation breakdowns
+_TAG = "ки"  # marks the end of a step in Math-Shepherd's ``input``; ``label`` contains + or − instead
 _SIGNS = {"+": 1, "-": 0}
-HUB = "tasksource/PRM800K"  # with the published files of both phases
-_BROKEN = "bad_problem"  # why a labeller of PRM800K stopped: no step of a broken problem can be judged
-# A step that could come next, and its rating: −1, 0 or 1; None: written by the labeller, flagged or not rated.
+HUB = "tasksource/PRM800K"  # published files for both phases
+_BROKEN = "bad_problem"  # finish reason for broken problems, whose steps cannot be rated
+# Candidate step and rating (−1, 0, 1). None if written by the labeler, flagged, or unrated.
 Candidate = tuple[str, int | None]
 
 
@@ -38,16 +38,16 @@ def judged_solutions(
     solution_key: str = "response",
     verdict_key: str = "is_correct",
 ) -> Task:
-    """A file with one row per solution: the problem, the solution, and whether it is right.
+    """File with one row per solution: problem, solution, and verdict.
 
-    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions
-    with the grader's verdict. All solutions of a problem are the responses of one example (1 right, 0 wrong).
-    ``level``, ``subject`` and ``type`` are kept in meta. Dropped and counted: solutions that are blank or were not
-    judged.
+    Directly reads ``items.jsonl`` from ``posttrain evaluate MODEL --task gsm8k --samples 8``, containing the model's
+    solutions and the grader's verdicts. Each problem becomes one example with all solutions as responses (1 correct,
+    0 incorrect). ``level``, ``subject`` and ``type`` are kept in meta. Blank or unverified solutions are dropped and
+    counted.
 
     Args:
-        problem_key, solution_key: where the texts stand.
-        verdict_key: where true, false, 1 or 0 stands.
+        problem_key, solution_key: text keys.
+        verdict_key: key with true, false, 1 or 0.
     """
     collected = CollectedExamples()
     groups: dict[str, tuple[Row, list[Response]]] = {}
@@ -72,7 +72,7 @@ def judged_solutions(
 
 
 def _response_ids(row: Row) -> tuple[int, ...]:
-    """The token ids of a solution as it was sampled; none if the row has none."""
+    """Read a solution's sampled token ids. Empty if missing."""
     if not row.has(RESPONSE_IDS):
         return ()
     ids = row.plain(RESPONSE_IDS)
@@ -84,21 +84,21 @@ def _response_ids(row: Row) -> tuple[int, ...]:
 @register("task", held_out="validation")
 @row_task("peiyi9979/Math-Shepherd", share=0.02)
 def math_shepherd(row: Row) -> Example:
-    """Math-Shepherd: solutions whose steps were judged by how often they lead to the right answer.
+    """Math-Shepherd: solutions whose steps are labeled by how often they lead to a correct result.
 
-    Keys: ``input``, ``label`` and maybe ``task``. ``input`` is the problem and its solution from ``Step 1:`` on, with
-    ``ки`` at the end of each step; ``label`` is the same text with ``+`` (class 1: a continuation from here reached the
-    right answer) or ``-`` (class 0) in its place. A solution has the score of its last step: whether its answer is
-    right. In rows of GSM8K the calculator notes (``<<48/2=24>>``) are removed. ``meta["first_error"]`` is the first
-    step (from 0) with ``-``, or None.
+    Keys: ``input``, ``label``, optionally ``task``. ``input`` is the problem followed by its solution, which begins
+    with ``Step 1:`` and marks each step's end with ``ки``. ``label`` is the same text with ``+`` (class 1: a
+    continuation reached the correct result) or ``-`` (class 0) in place of ``ки``. A solution's score is its final
+    label: whether the result is correct. GSM8K rows have calculator annotations (``<<48/2=24>>``) removed.
+    ``meta["first_error"]`` is the first step (zero-based) with ``-``, or None.
 
-    Dropped and counted: texts that differ in more than the tags, no step, a blank step or problem.
+    Dropped and counted: texts that differ in more than tags, missing steps, blank steps or problems.
 
     Source: Wang et al. 2023 (arXiv 2312.08935).
     """
     pieces, labels = align(row.text("input"), row.text("label"))
     problem, mark, first = pieces[0].rpartition("Step 1:")
-    drop_if(not mark, "no 'Step 1:' behind the problem")
+    drop_if(not mark, "missing 'Step 1:' after the problem")
     meta: dict[str, object] = {"first_error": labels.index(0) if 0 in labels else None}
     texts = [problem, mark + first, *pieces[1:]]
     if row.has("task"):
@@ -106,24 +106,24 @@ def math_shepherd(row: Row) -> Example:
     if meta.get("task") == "GSM8K":
         texts = [strip_calculations(text) for text in texts]
     problem, *steps = (text.strip() for text in texts)
-    drop_if(not problem, "a blank problem")
+    drop_if(not problem, "blank problem")
     for step in steps:
-        drop_if(not re.sub(r"\AStep \d+:", "", step).strip(), "a blank step")
+        drop_if(not re.sub(r"\AStep \d+:", "", step).strip(), "blank step")
     response = stepwise(steps, labels, score=float(labels[-1]))
     return Example("", (Message("user", problem),), responses=(response,), meta=meta)
 
 
 def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
-    """The pieces of a text that end with a tag, and the signs that stand in place of the tags in the other text.
+    """Split tagged text into pieces, and read each tag's sign from the second text.
 
-    The texts between are compared, so that a plus or minus of the mathematics is never taken for a sign.
+    Text between tags is compared, so a mathematical plus or minus is never mistaken for a sign.
 
     Raises:
-        Dropped: no tag, text behind the last one, or another text between the signs.
+        Dropped: no tags, text after the last tag, or differing text.
     """
     *pieces, rest = tagged.split(_TAG)
-    drop_if(not pieces, "no step tag in 'input'")
-    drop_if(rest.strip(), "text behind the last step tag")
+    drop_if(not pieces, "missing step tags in 'input'")
+    drop_if(rest.strip(), "text after the last step tag")
     labels = list[int]()
     position = 0
     for piece in pieces:
@@ -133,7 +133,7 @@ def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
         labels.append(_SIGNS[signed[end]])
         position = end + 1
     drop_if(
-        len(labels) < len(pieces) or signed[position:].strip(), "'label' is not 'input' with signs for the step tags"
+        len(labels) < len(pieces) or signed[position:].strip(), "'label' differs from 'input' in more than step tags"
     )
     return pieces, labels
 
@@ -148,23 +148,24 @@ def prm800k(
     num_classes: NumClasses = 2,
     neutral: Literal["good", "bad"] | None = None,
 ) -> Task:
-    """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
+    """PRM800K from the hub or a local file: each example is a labeled solution to a MATH problem.
 
-    A row is as published (``question``, ``label``; phase 1 or 2), or one candidate step (``instruction``,
-    ``responses``: the steps before, ``next_response``, ``rating``, ``is_preferred_response``, maybe ``answer``), of
-    which those that follow one another are put together. The first response follows the chosen candidates, up to the
-    first step without one, of which it has the first candidate. Every other rated candidate, behind the steps before
-    it, is a response of its own. A step that was rated before has no label again, unless it is wrong and others follow;
-    one that the labeller wrote or flagged has none. ``meta["first_error"]``: the first step rated −1, or None.
+    Rows are either in the published format (``question``, ``label``; phase 1 or 2), or contain a single candidate
+    step (``instruction``, ``responses``: preceding steps, ``next_response``, ``rating``, ``is_preferred_response``,
+    optionally ``answer``). In the latter case, consecutive rows are joined. The first response follows the chosen
+    candidates until none was chosen, ending with that step's first candidate. Every other rated candidate, after its
+    preceding steps, becomes a separate response. Previously rated steps are not labeled again, unless incorrect and
+    followed by more steps. Steps written or flagged by the labeler are unlabeled. ``meta["first_error"]`` is the
+    first step rated −1, or None.
 
-    Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated step,
+    Dropped and counted: quality control and screening solutions, broken problems, solutions without newly rated steps,
     repeated and unrated candidates.
 
     Args:
-        split: ``validation`` is a part of the training problems chosen by a hash, and ``train`` is the rest; ``test``
-            of a local file is the whole file. The test problems are those of MATH-500.
-        num_classes: 2 (good, bad) or 3 (negative, neutral, positive); the same as that of the objective ``process``.
-        neutral: of two classes, the one of a step that is rated 0, not wrong but of no use; good by default.
+        split: ``validation`` is selected from training problems by hash; ``train`` is the rest. For local files,
+            ``test`` uses all rows. Test problems are identical to MATH-500.
+        num_classes: 2 (good, bad) or 3 (negative, neutral, positive). Must match the objective ``process``.
+        neutral: with two classes, the class for steps rated 0 (correct but unhelpful). Defaults to good.
 
     Raises:
         UsageError: ``neutral`` with three classes.
@@ -172,9 +173,7 @@ def prm800k(
     Source: Lightman et al. 2023 (arXiv 2305.20050).
     """
     if num_classes == 3 and neutral is not None:
-        raise UsageError(
-            "task.neutral says what a rating of 0 is where there are two classes; with num_classes 3 leave it out"
-        )
+        raise UsageError("task.neutral assigns rating 0 to one of two classes; remove it when using num_classes 3")
     classes = CLASSES[3]
     if num_classes == 2:
         classes = {-1: 0, 0: int(neutral != "bad"), 1: 1}
@@ -197,10 +196,10 @@ def prm800k(
 
 
 def _join_steps(rows: Iterable[Row], collected: CollectedExamples) -> Iterator[Row]:
-    """Yield rows as published: those of one candidate step each become one row for each solution.
+    """Yield rows in published format, joining rows with single candidate steps.
 
-    Such rows belong together as long as each continues, or is an alternative to, the one before. The step that the next
-    rows have at the end of their ``responses`` is the chosen one.
+    Rows are joined while each continues its predecessor or offers an alternative to it. The chosen candidate is the
+    one found at the end of ``responses`` in subsequent rows.
     """
     solution: _JoinedSolution | None = None
     for row in rows:
@@ -213,9 +212,9 @@ def _join_steps(rows: Iterable[Row], collected: CollectedExamples) -> Iterator[R
         before = row.data.get("responses")
         text = row.data["next_response"]
         if not isinstance(before, list):
-            raise row.fail("'responses' must be a list of the steps before")
+            raise row.fail("'responses' must be a list of preceding steps")
         if any(step is None or is_only_space(step) for step in (*before, text)):
-            collected.dropped["a blank step"] += 1
+            collected.dropped["blank step"] += 1
             continue
         before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
         text = row.checked(text, f"step {len(before) + 1}")
@@ -233,7 +232,7 @@ def _join_steps(rows: Iterable[Row], collected: CollectedExamples) -> Iterator[R
 
 
 class _JoinedSolution:
-    """Rows of one candidate step each that make up one solution; ``prefix``: the steps before the last one."""
+    """A solution joined from rows with single candidate steps. ``prefix``: all steps before the last."""
 
     def __init__(self, first: Row, problem: str, prefix: list[str]) -> None:
         self.first = first
@@ -245,15 +244,16 @@ class _JoinedSolution:
         self.steps.append({"completions": []})
 
     def takes(self, problem: str, before: list[str]) -> bool:
-        """Return whether a candidate behind these steps is an alternative to the last one, or continues it."""
+        """Check if a candidate after these steps is an alternative to the last step, or its continuation."""
         return problem == self.problem and (before == self.prefix or self._is_continued_by(before))
 
     def add(self, before: list[str], text: str, rating: int | None, is_preferred: object) -> None:
-        """Add a candidate that stands behind these steps."""
+        """Add a candidate following these steps."""
         if before != self.prefix:
             last = self._last_texts()
             chosen = self.steps[-1].get("chosen_completion")
-            if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
+            # among equal texts, prefer the preferred one, else the first
+            if chosen is None or last[chosen] != before[-1]:
                 self.steps[-1]["chosen_completion"] = last.index(before[-1])
             self.steps.append({"completions": []})
             self.prefix = before
@@ -263,7 +263,7 @@ class _JoinedSolution:
         candidates.append({"text": text, "rating": rating})
 
     def as_row(self) -> Row:
-        """The solution as it is published, in one row."""
+        """Build a row in published format."""
         return replace(self.first, data={"question": {"problem": self.problem}, "label": {"steps": self.steps}})
 
     def _is_continued_by(self, before: list[str]) -> bool:
@@ -285,31 +285,31 @@ def _rating(row: Row, value: Any) -> int | None:
 def read_rated_solution(
     row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]
 ) -> Example:
-    """One published line of PRM800K; ``rated`` remembers the steps that had a label, ``dropped`` counts candidates.
+    """Read a published PRM800K line. ``rated`` remembers labeled steps, ``dropped`` counts candidates.
 
     Raises:
-        Dropped: quality control, screening, a broken problem, a blank step, or no step that gets a label.
-        DataError: a key is missing or of the wrong type.
+        Dropped: quality control, screening, broken problem, blank step, or nothing to label.
+        DataError: missing key or wrong type.
     """
-    drop_if(row.data.get("is_quality_control_question"), "a quality-control solution, given to every labeller")
-    drop_if(row.data.get("is_initial_screening_question"), "a screening solution, given to every labeller")
+    drop_if(row.data.get("is_quality_control_question"), "quality control solution, shown to every labeler")
+    drop_if(row.data.get("is_initial_screening_question"), "screening solution, shown to every labeler")
     question = _object(row, row.data.get("question"), "'question'")
     label = _object(row, row.data.get("label"), "'label'")
     finish = label.get("finish_reason")
     steps = label.get("steps")
-    drop_if(finish == _BROKEN, "a problem that the labeller found broken")
+    drop_if(finish == _BROKEN, "problem reported as broken by the labeler")
     if not isinstance(steps, list):
-        raise row.fail("'label' needs 'steps', a list")
+        raise row.fail("'label' must contain a list 'steps'")
     problem = Row(row.place, row.line, question).text("problem").strip()
     trunk, branches = _follow(row, steps, dropped)
     labelled = [(trunk, _new_ratings(problem, trunk, 0, rated, dropped))]
     for branch in branches:
         if branch[-1][1] is None:
-            dropped["a candidate step without a rating"] += 1
+            dropped["candidate step without rating"] += 1
         else:
             labelled.append((branch, _new_ratings(problem, branch, len(branch) - 1, rated, dropped)))
     kept = [(path, ratings) for path, ratings in labelled if any(rating is not None for rating in ratings)]
-    drop_if(not kept, "a solution that adds no rated step")
+    drop_if(not kept, "solution without newly rated steps")
     responses = []
     for path, ratings in kept:
         labels = [None if rating is None else classes[rating] for rating in ratings]
@@ -323,9 +323,9 @@ def read_rated_solution(
 
 
 def _follow(row: Row, steps: list[object], dropped: Counter[str]) -> tuple[list[Candidate], list[list[Candidate]]]:
-    """The path of the chosen candidates, and a path to each other candidate.
+    """Build the path of chosen candidates, and a path to each alternative.
 
-    It ends at the first step without a chosen candidate, of which it has the first one if this is rated.
+    The main path ends at the first step without chosen candidate, including that step's first candidate if rated.
     """
     trunk = list[Candidate]()
     branches = list[list[Candidate]]()
@@ -346,21 +346,21 @@ def _follow(row: Row, steps: list[object], dropped: Counter[str]) -> tuple[list[
             trunk.append(candidates[followed])
         is_over = chosen is None
     if num_behind:
-        dropped["a candidate step behind one that nothing goes on from"] += num_behind
+        dropped["candidate step after the solution's last step"] += num_behind
     return trunk, branches
 
 
 def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Candidate], int | None]:
-    """The candidates of a step, and the place of the one that the solution goes on from (None: it ends here).
+    """Read a step's candidates and the index of the chosen one (None: the solution ends here).
 
-    A step that the labeller wrote in place of the candidates is that one.
+    Steps written by the labeler count as chosen.
     """
     completions = list(step.get("completions") or ())
     written = step.get("human_completion")
     chosen = step.get("chosen_completion")
     row.refuse_if(
         chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)),
-        f"step {number}: 'chosen_completion' is {chosen!r} of {len(completions)} completions",
+        f"step {number}: 'chosen_completion' is {chosen!r}, but 'completions' has length {len(completions)}",
     )
     if chosen is None and written is not None:
         chosen = len(completions)
@@ -370,13 +370,13 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
     candidates: list[Candidate] = []
     for completion in completions:
         row.refuse_if(
-            not isinstance(completion, Mapping), f"step {number}: a completion must be an object with text and rating"
+            not isinstance(completion, Mapping), f"step {number}: completions must be objects with text and rating"
         )
         text = completion.get("text")
         rating = completion.get("rating")
         if completion.get("flagged"):
             rating = None
-        drop_if(text is None or is_only_space(text), "a blank step")
+        drop_if(text is None or is_only_space(text), "blank step")
         candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
 
@@ -384,7 +384,7 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
 def _new_ratings(
     problem: str, path: Sequence[Candidate], start: int, rated: dict[bytes, int], dropped: Counter[str]
 ) -> list[int | None]:
-    """The ratings of a path from its step ``start`` on, without those that have been given before."""
+    """Ratings along a path starting at step ``start``, excluding previously used ones."""
     ratings: list[int | None] = []
     key = problem.encode()
     for index, (text, own_rating) in enumerate(path):
@@ -398,9 +398,9 @@ def _new_ratings(
             rated[key] = own_rating
             ratings.append(own_rating)
             continue
-        reason = "a candidate step that was rated before"
+        reason = "previously rated candidate step"
         if before != own_rating:
-            reason += ", with another rating"
+            reason += ", with a different rating"
         dropped[reason] += 1
         ratings.append(None)
     return ratings
@@ -408,5 +408,5 @@ def _new_ratings(
 
 def _object(row: Row, value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise row.fail(f"{name} must be an object, as in the published files; got {shown_with_type(value)}")
+        raise row.fail(f"{name} must be an object, like in the published files; got {shown_with_type(value)}")
     return value

@@ -123,7 +123,7 @@ def test_a_given_response_is_written_between_the_tags(chatml: Any, trace: str, w
     assert (respond(make("r1_zero"), example) or None) == written
     if written is None:
         (reason,) = rows_of(chatml, make("r1_zero"), example, "demonstration")
-        assert reason == "a response without an answer, which template r1_zero would write between tags"
+        assert reason == "no answer found in a response, but template r1_zero writes it between tags"
         return
     (rows,) = rows_of(chatml, make("r1_zero"), example, "demonstration")
     ids = rows[0].ids[rows[0].prompt_length :]
@@ -253,7 +253,7 @@ def test_bos_stands_once_at_the_start(with_bos: Any) -> None:
         ((), "prompt.template"),
         ((Message("user", " \n"),), "prompt: message 1"),
         ((Message("usr", "Hi"),), "'user'"),
-        ((Message("user", "Hi"), Message("assistant", "Ho")), "nothing is left"),
+        ((Message("user", "Hi"), Message("assistant", "Ho")), "nothing to answer"),
     ],
 )
 def test_bad_prompts_are_refused(chatml: Any, name: str, messages: tuple[Message, ...], message: str) -> None:

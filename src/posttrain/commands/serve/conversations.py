@@ -149,7 +149,7 @@ def _read_messages(messages: Sequence[Mapping[str, object]]) -> tuple[Message, .
     try:
         read = read_messages(Row("messages", 1, {"messages": messages}), "messages")
     except DataError as error:
-        what = str(error).partition(": ")[2].replace(" of the row, or name it in task.ignore_keys", "")
+        what = str(error).partition(": ")[2].replace(" from the row, or add it to task.ignore_keys", "")
         raise BadRequest(what, "messages") from None
     if not all(one.is_trained for one in read):
         raise BadRequest("messages: nothing is trained here; leave out 'train' and 'weight'", "messages")

@@ -1,7 +1,7 @@
-"""Messages to token ids and back: prompt templates, safe encoding, and where the answer is found.
+"""Converting messages to tokens and back: prompt formats, safe encoding, answer extraction.
 
-Nothing here reads a file. A prompt is a list of pieces, trusted (written by us or by the recipe) or
-untrusted (from the data); only trusted pieces can become special tokens.
+Nothing here reads files. Prompts are lists of pieces, either trusted (from posttrain or the recipe) or untrusted (from
+data). Only trusted pieces may become special tokens.
 """
 
 from posttrain.data.render.assistant import decode_response, encode_response

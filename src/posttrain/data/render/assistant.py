@@ -1,8 +1,8 @@
-"""The text of the assistant behind a prompt: the one way in which every entry encodes it.
+"""Shared encoding of assistant text following a prompt.
 
-Demonstrations, pairs, judged answers and what a policy wrote come here as text. The tags of thinking and of calls, and
-the tags of the prompt template, are the tokenizer's own tokens, as they are where the model writes them. Markers of
-turns and roles stay characters.
+Demonstrations, preference pairs, scored responses and policy output all pass through here. Tags for thinking, calls,
+and the prompt format become the tokenizer's special tokens, like in generated text. Turn and role markers stay plain
+characters.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from posttrain.data.render.template_calls import call_form, call_marks
 from posttrain.errors import UsageError
 from posttrain.types import Example, Message, Turn
 
-_LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
-Channels = tuple[str, str]  # the texts before and behind thinking, where a chat template uses no tags for it
+_LONGEST_OPENING = 8  # tokens in a tag plus trailing whitespace
+Channels = tuple[str, str]  # opening and closing thinking delimiters, for chat templates without thinking tags
 
 
 def opening_of(tokenizer: Tokenizer, template: Template, prompt: Sequence[int]) -> str:
-    """The opened block of thinking that a prompt ends with, white space included; empty where there is none.
+    """Find the open thinking block at a prompt's end, including whitespace. Empty if none.
 
-    Only a chat template, a rendered prompt and the template's own opening open one, never a text of the user.
+    Only chat templates, rendered prompts and the format's opening can open one. User text cannot.
     """
     if template.opening or not prompt or not (template.chat or template.name == "as_is"):
         return template.opening
@@ -75,15 +75,14 @@ def behind_prompt(
     prompt: Sequence[int] = (),
     variables: Mapping[str, object] | None = None,
 ) -> list[Piece]:
-    """Return the pieces of an assistant's text as they stand behind a prompt.
+    """Build assistant text continuing a prompt.
 
-    A block of thinking that the prompt has opened is not opened twice; an answer that does not think closes it first,
-    and gets what the chat template writes before an answer. Of untrusted pieces the tags of an assistant become
-    trusted.
+    A thinking block opened by the prompt is not opened again. A response without thinking first closes it, then adds
+    the chat template's usual prefix. Assistant tags in untrusted pieces become trusted.
 
     Args:
-        prompt: its ids; none where the text stands alone.
-        variables: of the row, for the chat template.
+        prompt: prompt ids, if any.
+        variables: the row's chat template variables.
     """
     if template.name == "document":
         return list(pieces)
@@ -111,7 +110,7 @@ def behind_prompt(
 
 
 def _without_opening(pieces: Sequence[Piece], text: str, opening: str) -> list[Piece]:
-    """The pieces of a text that thinks, without the part of its beginning with which the prompt ends already."""
+    """Drop the beginning of a response if the prompt already contains it."""
     at = text.index(THINK) + len(THINK)
     for character in opening.partition(THINK)[2]:
         if text[at : at + 1] != character:
@@ -121,7 +120,7 @@ def _without_opening(pieces: Sequence[Piece], text: str, opening: str) -> list[P
 
 
 def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -> list[Piece]:
-    """The pieces with the tokens of the chat template's calls in trusted ones."""
+    """Mark call delimiters of the chat template as trusted."""
     marks = "|".join(map(re.escape, call_marks(tokenizer, template)))
     if not marks:
         return pieces
@@ -139,16 +138,16 @@ def _mark_calls(tokenizer: Tokenizer, template: Template, pieces: list[Piece]) -
 def encode_response(
     tokenizer: Tokenizer, template: Template, example: Example, prompt: Sequence[int] = ()
 ) -> list[int]:
-    """Token ids of the demonstration that follows the prompt, the end token included.
+    """Tokenize a demonstration following a prompt, including the ending.
 
     Raises:
-        UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
+        UsageError: nothing to demonstrate, or missing ``eos_token``.
     """
     pieces = behind_prompt(tokenizer, template, template.response(example), prompt, example.variables)
     ids = encode_pieces(tokenizer, pieces, prompt)
     if not ids:
         raise UsageError(f"example {example.id!r}: the demonstration is empty")
-    if ids[-1] == end_id(tokenizer, template):  # a rendered response may spell it out
+    if ids[-1] == end_id(tokenizer, template):  # a rendered response may include it
         return ids
     return with_end(tokenizer, template, pieces, prompt)
 
@@ -161,10 +160,10 @@ def with_end(
     *,
     continued: bool = False,
 ) -> list[int]:
-    """The ids of an answer and its end; ``continued``: another message follows.
+    """Tokenize a response plus ending. ``continued``: another message follows.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     end = end_ids(tokenizer, template, continued=continued)
     if len(end) == 1:
@@ -176,7 +175,7 @@ def with_end(
 def encode_answer(
     tokenizer: Tokenizer, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, object]
 ) -> list[int]:
-    """Token ids of a given text of the assistant behind its prompt, the end token not included."""
+    """Tokenize given assistant text following a prompt, without ending."""
     pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], prompt, variables)
     if text:
         return encode_pieces(tokenizer, pieces, prompt)
@@ -184,33 +183,34 @@ def encode_answer(
 
 
 def decode_response(tokenizer: Tokenizer, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-    """The graded text: opening and completion, without the end token; other special tokens are kept.
+    """Decode a response for grading: opening plus completion, without ending but with other special tokens.
 
     Args:
-        prompt: the ids of the prompt, whose opened block of thinking begins the text.
+        prompt: prompt ids. If they end in an open thinking block, the result begins with that block.
     """
     text = decode_behind(tokenizer, without_end(tokenizer, template, ids), prompt)
     lead = end_lead(tokenizer, template)
     if lead and len(ids) and ids[-1] in stop_ids(tokenizer, template):
-        text = text.removesuffix(lead)  # the tokenizer may have joined it to the answer
+        text = text.removesuffix(lead)  # the tokenizer may have merged it into the response
     return opening_of(tokenizer, template, prompt) + text
 
 
 def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, Channels]:
-    """The text that a chat template writes before an answer, and its channels.
+    """Find the prefix that a chat template writes before a response, and any channel delimiters.
 
-    Only what holds a marker, or white space, which an answer may bring itself.
+    Prefixes are kept only if they contain a marker, a closing thinking tag, or only whitespace, which responses may
+    include.
     """
     question = Message("user", "a")
     find = markers_of(tokenizer).find
 
     def tail(answer: Message) -> list[str]:
-        """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
+        """List trusted text around the parts of a response."""
         whole, _ = render_pieces(tokenizer, [question, answer], "", settings, prompt=False)
         if not text_of(whole).startswith(prompt):
             return []
         behind = drop_text(whole, len(prompt))
-        if all(piece.trusted for piece in behind):  # the answer cannot be found in it
+        if all(piece.trusted for piece in behind):  # cannot locate the response
             return []
         parts = [""]
         for piece in behind:
@@ -224,7 +224,7 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
         prompt = text_of(render_pieces(tokenizer, [question], "", settings, prompt=True)[0])
         plain = tail(Message("assistant", "b"))
         thinking = tail(Message("assistant", "b", reasoning="c"))
-    except UsageError:  # the prompt itself says what is wrong
+    except UsageError:  # rendering the prompt will report the error
         return "", ("", "")
     lead = ""
     if plain:
@@ -240,12 +240,12 @@ def _leads(tokenizer: Tokenizer, settings: Mapping[str, object]) -> tuple[str, C
 
 
 def _known_leads(tokenizer: Tokenizer, variables: Mapping[str, object]) -> tuple[str, Channels]:
-    """``_leads`` of the chat template with these variables, found once."""
+    """Cache ``_leads`` per chat template and variables."""
     return probed(tokenizer, "leads", variables, lambda settings: _leads(tokenizer, settings))
 
 
 def out_of_channels(tokenizer: Tokenizer, message: Message, variables: Mapping[str, object]) -> Message:
-    """A message whose content has the marks of the template's channels, as a model writes them, in its parts."""
+    """Split a message written with the template's channel markers into reasoning and content."""
     if message.role != "assistant" or message.reasoning is not None or message.calls:
         return message
     lead, (before, between) = _known_leads(tokenizer, variables)
@@ -260,7 +260,7 @@ def out_of_channels(tokenizer: Tokenizer, message: Message, variables: Mapping[s
 
 
 def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None:
-    """A text with thinking, or with the marks of channels that a model wrote; None of any other text."""
+    """Split text containing thinking or channel markers. None if it contains neither."""
     before, between = channels
     if not before:
         return None
@@ -277,18 +277,18 @@ def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None
     return [Piece(part, trusted) for part, trusted in parts if part]
 
 
-# Kinds of turns that a model may write: a plain text, and one with thinking before it.
+# Probe turns: plain text, and text after thinking.
 _PROBES = ("{}", "<think>\n{}\n</think>\n\n{}")
 
 
 @dataclass(frozen=True)
 class ReplyFrame:
-    """The texts before, between and behind the results of a turn (trusted).
+    """Trusted text around a turn's tool results.
 
     Attributes:
-        end: the id that ends a turn; ``before`` begins with that end, which is not repeated behind a turn that has it.
-        strips: the template strips contents.
-        wrapped: it marks results as such by itself.
+        end: id ending a turn, and the first id in ``before``. Not repeated if a turn already ends there.
+        strips: contents are stripped.
+        wrapped: results are already marked as such.
     """
 
     before: str
@@ -301,10 +301,10 @@ class ReplyFrame:
     def encode(
         self, tokenizer: Tokenizer, template: Template, results: Sequence[str], tags: tuple[str, str], last: int | None
     ) -> list[int]:
-        """The ids of a reply behind a turn whose last id is ``last``; no text of a result becomes a special token.
+        """Tokenize a reply following a turn that ends with ``last``. Results never become special tokens.
 
         Args:
-            tags: around a result where the template does not mark it.
+            tags: delimiters for each result, used unless ``wrapped``.
         """
         opening, closing = tags
         if self.wrapped:
@@ -330,13 +330,13 @@ class ReplyFrame:
 def encode_turns(
     tokenizer: Tokenizer, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
 ) -> tuple[list[int], list[bool]]:
-    """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
+    """Tokenize a demonstration's turns like an episode, and flag ids written by the model.
 
     Args:
-        answered: an answer follows; otherwise the last call ended the episode, and its results were not heard.
+        answered: a response follows. If not, the last call ended the episode without results.
 
     Raises:
-        UsageError: the chat template rewrites history, or the tokenizer has no end token.
+        UsageError: the chat template rewrites history, or missing ``eos_token``.
     """
     frame = reply_frame(tokenizer, template)
     form = call_form(tokenizer, template)
@@ -364,12 +364,12 @@ def encode_turn(
     *,
     continued: bool = True,
 ) -> list[int]:
-    """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
+    """Tokenize a turn as a model would write it, including text, calls, and end.
 
     ``continued``: another message follows.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     pieces = turn_pieces(tokenizer, template, turn, form, prompt)
     if turn.calls and form.end is not None:
@@ -380,9 +380,9 @@ def encode_turn(
 def turn_pieces(
     tokenizer: Tokenizer, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
 ) -> list[Piece]:
-    """The pieces of a turn as a model would write it behind a prompt, without its end."""
+    """Build a turn as a model would write it, without ending."""
     pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
-    if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
+    if turn.text or form.end is None:  # calls with a special ending are separate messages
         pieces = behind_prompt(tokenizer, template, pieces, prompt)
     if turn.calls:
         return [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
@@ -390,10 +390,10 @@ def turn_pieces(
 
 
 def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
-    """The frame of a template with a tokenizer, in a chat for the first of the roles that the template has.
+    """Find the reply frame. In chats, use the first supported role.
 
     Raises:
-        UsageError: the chat template rewrites history; the message shows where.
+        UsageError: the chat template rewrites history. The message includes a diff.
     """
     if not template.chat:
         before, after = template.frame
@@ -410,7 +410,7 @@ def reply_frame(tokenizer: Tokenizer, template: Template, roles: Sequence[str] =
 
 
 def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: str) -> ReplyFrame:
-    """The frame for replies in a role; equal for every turn, whatever it says."""
+    """Infer the frame for replies in a role. It must not depend on turn contents."""
 
     def render(*turns: tuple[str, str]) -> str:
         return render_history(tokenizer, [("user", mark(20)), *turns], variables, prompt=True)
@@ -428,14 +428,14 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
                 raise UsageError(_rewrites(before + turn, after))
             opening, shown, closing = after[len(before + turn) :].partition(reply)
             if not shown or reply in closing:
-                raise UsageError(f"the tokenizer's chat template does not show a message of the role {role!r} once")
+                raise UsageError(f"the tokenizer's chat template must show {role!r} messages exactly once")
             tails.add((opening, closing))
             before = after
     if len(tails) > 1:
         raise UsageError(_rewrites(*sorted("".join(tail) for tail in tails)[:2]))
     ((opening, closing),) = tails
     strips = f" {heard[0]} " not in render(("assistant", mark(0)), (role, f" {heard[0]} "))
-    between = "\n"  # where the template takes only one message
+    between = "\n"  # if the template accepts only one message
     with suppress(UsageError):
         both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
         behind_first = both.partition(opening + heard[0])[2]
@@ -450,14 +450,13 @@ def _by_difference(tokenizer: Tokenizer, variables: Mapping[str, object], role: 
 
 
 def _rewrites(expected: str, written: str) -> str:
-    """Return the message about a template that rewrites earlier turns, with the difference."""
+    """Explain how a template rewrites earlier turns, including a diff."""
     placeholder = mark(0).replace("0", r"(\d+)")
     said = re.sub(placeholder, r"TEXT\1", expected)
     rendered = re.sub(placeholder, r"TEXT\1", written)[: len(said) + 80]
     shown = difflib.unified_diff(said.splitlines(), rendered.splitlines(), "said", "rendered", n=1, lineterm="")
     return (
-        "the tokenizer's chat template rewrites history: once a turn follows, what was said before is rendered "
-        "otherwise, so a model would be trained on texts that it never reads again. Give the tokenizer a template that "
-        "keeps it, or choose a prompt.template that needs none (r1_zero, plain, boxed). The difference:\n"
-        + "\n".join(list(shown)[:16])
+        "the tokenizer's chat template rewrites history: adding a turn changes how earlier turns are rendered, so "
+        "training would use text never seen at inference. Use a chat template keeping earlier turns unchanged, or a "
+        "prompt.template without chat (r1_zero, plain, boxed). The difference:\n" + "\n".join(list(shown)[:16])
     )

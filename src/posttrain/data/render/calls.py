@@ -1,4 +1,4 @@
-"""Forms in which models write calls of tools: the texts around a name and its arguments."""
+"""Tool call formats: delimiters around function names and arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from posttrain.data.render.encoding import Piece
 from posttrain.types import Call
 
-# An object of JSON up to a name in it, which may be in another one; and from the arguments to its end.
+# Match a JSON object's beginning up to its name, possibly inside an outer object, then match closing braces.
 _OBJECT = re.compile(
     r'\{\s*(?:"\w+"\s*:\s*"[\w.-]*"\s*,\s*)*(?:"(?P<outer>\w+)"\s*:\s*\{\s*)?"(?P<name>\w+)"\s*:\s*"\Z'
 )
@@ -21,9 +21,9 @@ _KEY = re.compile(r'"\s*,\s*"(\w+)"\s*:\s*\Z')
 
 @dataclass(frozen=True)
 class Parameters:
-    """The texts around each argument, where arguments are written one by one and not as JSON.
+    """Delimiters around each argument, if arguments are written individually instead of as a JSON object.
 
-    A text is written as it is, another value as JSON.
+    Strings are written verbatim; other values are JSON-encoded.
     """
 
     before: str
@@ -36,17 +36,18 @@ Style = Literal["json", "quoted", "python", "plain"] | Parameters  # of argument
 
 @dataclass(frozen=True)
 class CallForm:
-    """The texts around calls.
+    """Delimiters of a tool call format.
 
     Attributes:
-        opening, middle, closing: before a name, between it and the arguments, and after them.
-        arguments: an object of JSON, the text of one as a JSON string (``quoted``), one by one, as keywords of a
-            function in Python, or in our own form (``plain``: the value of an only argument, else an object of JSON).
-        lead: between the text of a turn and its first call.
-        begin, between, finish: before the first call, between two, and after the last.
-        end: the id that ends a turn with calls, where it is not the end of other turns.
-        results: the tags around a result, where the chat template has none.
-        is_native: the chat template shows the tools in the prompt.
+        opening, middle, closing: text before a name, between name and arguments, after arguments.
+        arguments: JSON object (``json``), JSON object encoded as a JSON string (``quoted``), separate parameters
+            (``Parameters``), Python keyword arguments (``python``), or posttrain's format (``plain``: a sole scalar
+            argument verbatim, else a JSON object).
+        lead: separator between a turn's text and its first call.
+        begin, between, finish: text before all calls, between two calls, after all calls.
+        end: token id ending a turn with calls, if it differs from other turns.
+        results: result delimiters, used if a chat template adds none.
+        is_native: the chat template lists tools in the prompt.
     """
 
     opening: str
@@ -63,7 +64,7 @@ class CallForm:
 
     @property
     def key(self) -> str | None:
-        """The key of the arguments, where a call is one object of JSON with the name in it; else None."""
+        """Key holding the arguments, if a call is a single JSON object including its name; else None."""
         if not _OBJECT.search(self.opening) or not _END.match(self.closing):
             return None
         found = _KEY.search(self.middle)
@@ -73,7 +74,7 @@ class CallForm:
 
     @property
     def name_key(self) -> tuple[str | None, str]:
-        """The key of the object with name and arguments, where it is in another one, and the key of the name."""
+        """Key of an enclosing object, or None, and the key holding the name."""
         found = _OBJECT.search(self.opening)
         if found:
             return (found["outer"], found["name"])
@@ -81,33 +82,33 @@ class CallForm:
 
     @property
     def tags(self) -> tuple[str, str]:
-        """The texts around what a call says, without white space at their ends; empty where there is none."""
+        """Delimiters around a single call, stripped, without JSON syntax. May be empty."""
         if self.key is None:
             return self.opening.strip(), self.closing.strip()
         return _OBJECT.sub("", self.opening).strip(), _END.sub("", self.closing, count=1).strip()
 
     @property
     def tag(self) -> str:
-        """The text with which calls begin."""
+        """Prefix used to detect calls."""
         return self.begin.strip() or self.tags[0] or "{"
 
     @property
     def is_readable(self) -> bool:
-        """Return True if calls can be found in a text, and the end of a name."""
+        """Check if calls, and where their names end, can be recognized in generated text."""
         if self.arguments == "python":
             return bool(self.begin.strip() and self.finish.strip())
         tag = self.tags[0]
         return self.key is not None or (bool(tag) and tag[0] not in '{",')
 
 
-# Our own, for chat templates without one and for prompts without chat.
+# posttrain's format, used without a chat template, or if it defines no calls.
 TAGGED = CallForm("<tool>", ": ", "</tool>", "plain", results=("<result>", "</result>"), is_native=False)
-# That of the Hermes models, which many others took over.
+# Format of the Hermes models, adopted by many others.
 HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
 
 
 def object_start(before: str) -> int:
-    """The place where the object of JSON with the name behind this text begins; its length where there is none."""
+    """Find where the JSON object containing the following name begins, or ``len(before)`` if not found."""
     found = _OBJECT.search(before)
     if found:
         return found.start()
@@ -115,7 +116,7 @@ def object_start(before: str) -> int:
 
 
 def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> list[Piece]:
-    """The pieces of the calls of a turn, as they stand behind its text or alone."""
+    """Build the pieces for a turn's calls, with the separator if they follow text."""
     begin = form.begin
     if behind_text:
         begin = form.lead + begin
@@ -128,7 +129,7 @@ def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> lis
 
 
 def write_call(call: Call, form: CallForm) -> list[Piece]:
-    """The pieces of a call as a model writes it; its name and its arguments are not trusted."""
+    """Build a call. Name and arguments are untrusted."""
     name = call.tool
     if form.key is not None:
         name = _as_json(call.tool)[1:-1]
@@ -150,7 +151,7 @@ def _as_json(value: object) -> str:
 
 
 def _arguments_text(arguments: str, style: Style) -> str:
-    """The arguments, an object of JSON as text, in a style that writes them in one piece."""
+    """Format a JSON object of arguments in a style that writes all arguments together."""
     if style == "quoted":
         return _as_json(arguments)
     if style == "python":

@@ -1,7 +1,7 @@
-"""The tokenizer's own chat template: the one place that renders it, and what is found out about it once.
+"""Rendering with the tokenizer's chat template, and cached facts about it.
 
-What a template is asked about itself it is asked with short conversations of our own, in which placeholders stand for
-the texts. A placeholder is a number between two private-use characters.
+Facts are probed by rendering short conversations whose contents are placeholders: a number between two private-use
+characters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from posttrain.data.render.encoding import Tokenizer
 from posttrain.data.render.foreign import HAS_WORKERS, TemplateError, render_foreign
 from posttrain.errors import UsageError
 
-# Of new models and of those in this package: the one template that is rendered in this process.
+# Default for new models and those shipped with posttrain. Only this template is rendered in this process.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -31,15 +31,15 @@ Found = TypeVar("Found")
 def render_dicts(
     tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
 ) -> str:
-    """The chat template's text for messages as it takes them: with the arguments of calls as JSON text if it asks so.
+    """Render messages. If a template requires string arguments in calls, they are passed as JSON.
 
     Raises:
-        UsageError: no chat template, or it cannot render these messages.
+        UsageError: missing chat template, or rendering fails.
     """
     if not tokenizer.chat_template:
         raise UsageError(
-            "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
-            "dialogue for several turns), or a model that has one"
+            "the tokenizer has no chat template. Choose a prompt.template without chat (plain, r1_zero, boxed; "
+            "dialogue for multiple turns), or a chat model"
         )
     is_own = tokenizer.chat_template == CHAT_TEMPLATE and "chat_template" not in variables
     if is_own or not HAS_WORKERS:
@@ -58,7 +58,7 @@ def render_dicts(
         reason = str(error)[:500]
         raise UsageError(
             f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
-            "Leave out the message that it refuses, or choose another prompt.template"
+            "Remove the refused message, or choose a different prompt.template"
         ) from error
 
 
@@ -67,26 +67,26 @@ def _render_here(
 ) -> str:
     try:
         return str(tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables)))
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # templates may raise anything
         raise TemplateError(str(error)) from error
 
 
 def render_history(
     tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], variables: Mapping[str, object], *, prompt: bool
 ) -> str:
-    """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
+    """Render trusted contents such as placeholders, by role. See ``render_dicts``."""
     return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
 
 
 def mark(number: int) -> str:
-    """A placeholder for a content."""
+    """Format a placeholder."""
     return f"{OPENING}{number}{CLOSING}"
 
 
 def probed(
     tokenizer: Tokenizer, what: str, variables: Mapping[str, object], find: Callable[[Mapping[str, Any]], Found]
 ) -> Found:
-    """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
+    """Cache ``find`` per chat template and variables, ignoring tools."""
     settings = {key: value for key, value in variables.items() if key != "tools"}
     key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
     known = _PROBED.setdefault(tokenizer, {})

@@ -1,9 +1,8 @@
-"""Pieces of text to token ids, such that untrusted text never becomes a special token.
+"""Tokenize trusted and untrusted text such that untrusted text never yields special tokens.
 
-Text from the data may contain ``<|im_end|>`` or ``</think>``. In a tokenizer where these are tokens of
-their own, they are encoded as plain characters when they come from untrusted pieces. (A tag that a
-tokenizer knows only as plain text looks the same from wherever it comes; there, the graders look
-at the completion alone, never at the prompt.)
+Data may contain ``<|im_end|>`` or ``</think>``. If the tokenizer defines these as tokens, untrusted pieces encode
+them as plain characters. Tags without dedicated tokens look the same from any source; graders therefore inspect only
+the completion, never the prompt.
 """
 
 from __future__ import annotations
@@ -24,41 +23,40 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any
 
-# Added tokens that are not flagged as special and yet mark structure: <think>, [INST], <|user|>.
+# Added tokens that mark structure without being flagged as special: <think>, [INST], <|user|>.
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 THINK = "<think>"
 END_THINK = "</think>"
-# Pairs of tags that an assistant writes. The second alone is a tag only where the prompt has opened the block.
+# Tag pairs written by assistants. A closing tag without its opening tag counts only if the prompt opened the block.
 _PAIRED = ((THINK, END_THINK), ("[THINK]", "[/THINK]"), ("<tool_call>", "</tool_call>"))
-# Characters from which a text is encoded as a batch of one, for which the library lets other threads run meanwhile.
+# Longer texts (in characters) are encoded as a batch of one, because batch encoding releases the GIL.
 _LONG_TEXT = 2**14
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a prompt or response. Untrusted text can never become a special token."""
+    """Part of a prompt or response. Untrusted text never becomes a special token."""
 
     text: str
     trusted: bool
 
 
 def text_of(pieces: Iterable[Piece]) -> str:
-    """The text of pieces, trusted or not."""
+    """Concatenate pieces, trusted or not."""
     return "".join(piece.text for piece in pieces)
 
 
 class Markers:
-    """The tokens of a tokenizer that only trusted text may produce.
+    """Tokens that only trusted text may produce.
 
     Attributes:
-        ids: by content.
-        swallows: by content, whether the token takes the white space before and behind it along.
-        leading: the ids that the tokenizer itself puts in front of a text (BOS).
-        anchors: texts with their ids, behind which a text is encoded that is no beginning; none where it is the same.
-        restarts: a text right behind a marker is encoded as a beginning.
-        adds_space: a beginning gets a space also where it has one, so that one is to be taken away again.
-        context: ids behind which others are decoded that are no beginning, where a decoder strips the space in front
-            of a text; empty where it is the same.
+        ids: token id by content.
+        swallows: by content, whether the token absorbs preceding and following whitespace.
+        leading: ids prepended by the tokenizer to every input (BOS).
+        anchors: prefix texts mapped to ids, used to encode text in mid-sequence. Empty when position does not matter.
+        restarts: text directly after a marker is encoded as if at the beginning of a sequence.
+        adds_space: a prefix space is added even before an existing one, so decoding must remove it.
+        context: prefix ids used to decode text in mid-sequence, if the decoder strips leading spaces. Otherwise empty.
     """
 
     def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
@@ -70,7 +68,7 @@ class Markers:
         self.adds_space = True
         self.context: list[int] = []
         self.id_set = frozenset(ids.values())
-        # by first letter the lengths, longest first: some tokenizers have thousands of markers
+        # marker lengths by first character, longest first: some tokenizers define thousands of markers
         self._lengths: dict[str, list[int]] = {}
         for letter in {content[0] for content in ids}:
             lengths = {len(content) for content in ids if content[0] == letter}
@@ -84,11 +82,11 @@ class Markers:
         return None
 
     def starts(self, text: str) -> list[int]:
-        """The places where a marker begins, those within others too."""
+        """List all positions where a marker begins, including nested ones."""
         return [place for place in range(len(text)) if self._at(text, place) is not None]
 
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """(start, end, id) of every marker in the text, from left to right, of those at one place the longest."""
+        """Find markers as (start, end, id), left to right, preferring the longest match at each position."""
         last = 0
         for place in self.starts(text):
             content = self._at(text, place)
@@ -109,10 +107,10 @@ _KNOWN: WeakKeyDictionary[Tokenizer, tuple[int, Markers]] = WeakKeyDictionary()
 
 
 def markers_of(tokenizer: Tokenizer) -> Markers:
-    """The markers of a tokenizer; computed once, and again when tokens were added.
+    """Collect a tokenizer's markers. Cached until tokens are added.
 
-    Special tokens count, and added tokens that look like tags. The unknown token does not: any
-    text may hold unknown words.
+    Includes special tokens and added tokens that look like tags. Excludes the unknown token, since arbitrary text may
+    contain unknown words.
 
     Raises:
         UsageError: not a fast tokenizer.
@@ -122,8 +120,8 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
         return known[1]
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UsageError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), so text from the data "
-            "could not be kept from forging special tokens; convert it, or choose another model"
+            f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json), so data could forge "
+            "special tokens. Convert the tokenizer, or choose a different model"
         )
     ids: dict[str, int] = {}
     swallows: dict[str, tuple[bool, bool]] = {}
@@ -139,7 +137,7 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 
     anchors = {text: encode(text) for text in ("\n", ".")}
     alone = encode("a")
-    if encode("\na") != [*anchors["\n"], *alone]:  # a space in front of a text, as SentencePiece writes it
+    if encode("\na") != [*anchors["\n"], *alone]:  # SentencePiece prepends a space
         markers.anchors = anchors
         markers.restarts = any(encode(f"{content}a")[1:] == alone for content in ids)
     markers.context = _context(tokenizer, anchors["."])
@@ -149,7 +147,7 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 
 
 def _leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that the tokenizer itself puts in front of a text."""
+    """Find ids prepended by the tokenizer to every input."""
     try_text(tokenizer, "a", split_special=False)
     with refuse_panic(tokenizer):
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -165,10 +163,10 @@ def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> str:
-    """The text of ids, special tokens too, with options of ``tokenizer.decode``.
+    """Decode ids including special tokens, with options for ``tokenizer.decode``.
 
     Raises:
-        UsageError: the tokenizer is of others and does not come to an end, or fails.
+        UsageError: decoding fails, or an untrusted tokenizer exceeds its limits.
     """
     ids = list(ids)
     try_tokens(tokenizer, ids)
@@ -177,7 +175,7 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> str
 
 
 def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
-    """The ids of a text behind which white space is decoded that is lost at the beginning; none if none is lost."""
+    """Find a prefix such that decoding preserves leading whitespace. Empty if unnecessary or impossible."""
     spaced = "  a"
     ids = _encode(tokenizer, f".{spaced}", split_special=False).ids
     if ids[: len(anchor)] != anchor or _decode(tokenizer, ids[len(anchor) :]) == spaced:
@@ -188,7 +186,7 @@ def _context(tokenizer: Tokenizer, anchor: list[int]) -> list[int]:
 
 
 def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
-    """The ids behind which ids are decoded that follow ``before``, so that no white space in front of them is lost."""
+    """Choose prefix ids for decoding after ``before``, so that leading whitespace is preserved."""
     if not before or getattr(tokenizer, "backend_tokenizer", None) is None:
         return []
     markers = markers_of(tokenizer)
@@ -198,38 +196,37 @@ def context_behind(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
 
 
 def decode_behind(tokenizer: Tokenizer, ids: Sequence[int], before: Sequence[int] = ()) -> str:
-    """The text of ids that follow the ids ``before``; special tokens are kept."""
+    """Decode ids that follow ``before``, keeping special tokens."""
     context = context_behind(tokenizer, before)
     return _decode(tokenizer, [*context, *ids])[len(_decode(tokenizer, context)) :]
 
 
 def _behind(markers: Markers, before: Sequence[int], encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text behind the ids ``before``; ``encode`` gives those of an anchor with the text."""
+    """Encode text following ``before``. ``encode`` tokenizes the text after a given anchor."""
     if before and not (markers.restarts and before[-1] in markers.id_set):
         for anchor, start in markers.anchors.items():
             ids = encode(anchor)
-            if ids[: len(start)] == start:  # no merge across the border
+            if ids[: len(start)] == start:  # no merge across the boundary
                 return ids[len(start) :]
     return encode("")
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], before: Sequence[int] = ()) -> list[int]:
-    """Token ids of the pieces, without any BOS or EOS that they do not spell out.
+    """Tokenize pieces. BOS and EOS are included only if spelled out.
 
-    Where no untrusted text touches a marker, the ids are those of the whole text encoded at once,
-    as every other program would encode it. Otherwise the text is cut at the trusted markers, and
-    everything between them is encoded with special tokens switched off.
+    If no untrusted text touches a marker, this equals tokenizing everything at once, as other programs would.
+    Otherwise, text is split at trusted markers and tokenized with special tokens disabled.
 
     Args:
-        before: the ids in front of them: some tokenizers put a space in front of a text that begins.
+        before: preceding ids. Some tokenizers prepend a space at the beginning of a sequence.
 
     Raises:
-        UsageError: a marker of a single character stands in untrusted text and cannot be spelled.
+        UsageError: untrusted text contains a single-character marker, which cannot be escaped.
     """
     markers = markers_of(tokenizer)
 
     def encode(anchor: str) -> list[int]:
-        merged: list[Piece] = []  # neighbours of equal trust as one: both ways of encoding find the same markers
+        merged: list[Piece] = []  # merge neighbors with equal trust, so that both encodings find the same markers
         for piece in (Piece(anchor, trusted=True), *pieces):
             if merged and merged[-1].trusted == piece.trusted:
                 merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
@@ -245,9 +242,9 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], before: Sequenc
 
 
 def _encode_cut(tokenizer: Tokenizer, markers: Markers, pieces: Sequence[Piece]) -> list[int]:
-    """The ids of a text that is cut at its trusted markers, with special tokens switched off between them."""
+    """Split at trusted markers and tokenize everything between them with special tokens disabled."""
     ids: list[int] = []
-    run = ""  # the text since the last marker
+    run = ""  # text since the last marker
     for piece in pieces:
         if not piece.trusted:
             run += piece.text
@@ -263,7 +260,7 @@ def _encode_cut(tokenizer: Tokenizer, markers: Markers, pieces: Sequence[Piece])
 
 
 def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
-    """Return True if every marker among the ids lies wholly in trusted text."""
+    """Check if all markers among ``ids`` lie entirely within trusted text."""
     spans = list[tuple[int, int]]()  # of untrusted text
     position = 0
     for piece in pieces:
@@ -275,10 +272,10 @@ def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]
 
 
 def encode_plain(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) -> list[int]:
-    """Token ids of untrusted text behind the ids ``before``; no marker is among them.
+    """Tokenize untrusted text following ``before``, without producing markers.
 
     Raises:
-        UsageError: a marker of a single character cannot be spelled with other tokens.
+        UsageError: a single-character marker, which other tokens cannot spell.
     """
     if not text:
         return []
@@ -286,11 +283,11 @@ def encode_plain(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) ->
     ids = _behind(markers, before, lambda anchor: list(_encode(tokenizer, anchor + text, split_special=True).ids))
     if markers.id_set.isdisjoint(ids):
         return ids
-    # Added tokens that are not flagged as special are still matched: cut every marker in two.
+    # Added tokens not flagged as special still match: split each marker.
     if len(text) <= 1:
-        raise UsageError(f"the tokenizer has the single character {text!r} as a special token, and the data contain it")
+        raise UsageError(f"the data contains {text!r}, a single-character special token of this tokenizer. Remove it")
     cuts = sorted({0, *(start + 1 for start in markers.starts(text)), len(text)})
-    if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
+    if len(cuts) == 2:  # the marker results from normalization: cut everywhere
         cuts = list(range(len(text) + 1))
     ids = []
     for start, end in pairwise(cuts):
@@ -298,7 +295,7 @@ def encode_plain(tokenizer: Tokenizer, text: str, before: Sequence[int] = ()) ->
     return ids
 
 
-# The settings of a tokenizer hold for every thread: a batch may be sampled while the trainer encodes.
+# Tokenizer settings are shared between threads: sampling and training may encode concurrently.
 _ENCODING = RLock()
 
 
@@ -314,30 +311,30 @@ def _encode(tokenizer: Tokenizer, text: str, *, split_special: bool) -> Any:
         return backend.encode(text, add_special_tokens=False)
 
 
-_BROKEN = "\ufffd"  # decoded where bytes are no character, or not yet
-_MAX_PENDING = 4  # no character has more bytes
+_BROKEN = "\ufffd"  # decoded from invalid or incomplete bytes
+_MAX_PENDING = 4  # maximum bytes in a character
 
 
 class TextStream:
-    """The text that each token adds; together they are the text of all tokens decoded at once.
+    """Incremental decoding: yields text per token, adding up to the jointly decoded text.
 
-    A token that holds only the beginning of a character adds nothing; the one that completes it adds the whole.
+    A token with an incomplete character yields nothing; the token completing it yields the whole character.
 
     Args:
-        before: the ids in front of them.
-        lead: the text that ends an answer before the token at which it stops; held back until more follows.
+        before: preceding ids.
+        lead: text that ends a response before its stop token. Held back until more text follows.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), lead: str = "") -> None:
         self.tokenizer = tokenizer
         self.lead = lead
         self.ids: list[int] = list(context_behind(tokenizer, before))
-        self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
+        self._context = 0  # decode jointly from here: some tokenizers merge a token with its predecessor
         self._shown = len(self.ids)  # tokens whose text has been given
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token, maybe empty."""
+        """Add a token and return newly completed text, possibly empty."""
         self.ids.append(token)
         text = self._rest()
         if text.endswith(_BROKEN) and len(self.ids) - self._shown < _MAX_PENDING:
@@ -348,14 +345,14 @@ class TextStream:
         return text[:shown]
 
     def _begun_lead(self, text: str) -> int:
-        """The number of characters at the end of a text with which the lead may begin."""
+        """Count trailing characters that may begin the lead."""
         for length in range(min(len(self.lead), len(text)), 0, -1):
             if text.endswith(self.lead[:length]):
                 return length
         return 0
 
     def flush(self) -> str:
-        """The text that is left when no token follows: incomplete bytes as replacement characters."""
+        """Flush remaining text, using replacement characters for incomplete bytes."""
         text = self._held + self._rest()
         self._context = self._shown
         self._shown = len(self.ids)
@@ -363,7 +360,7 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """The text that is left behind the token at which the answer stops: without what leads to it."""
+        """Flush remaining text after a stop token, without the lead."""
         return self.flush().removesuffix(self.lead)
 
     def _rest(self) -> str:
@@ -373,11 +370,11 @@ class TextStream:
 
 
 def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bool = False) -> list[Piece]:
-    """The same text with the tags of an assistant in trusted pieces.
+    """Mark assistant tags as trusted, leaving all text unchanged.
 
     Args:
-        names: of the tags of the prompt template.
-        is_open: a block of thinking is open before the text, so that the first closing tag is one.
+        names: tag names used by the prompt format.
+        is_open: the prompt ends inside a thinking block, so the first closing tag counts.
     """
     marked: list[Piece] = []
     is_first = True
@@ -415,7 +412,7 @@ def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Ite
 
 
 def _pairs(text: str, opening: str, closing: str, at: int) -> Iterator[tuple[int, int]]:
-    """The places of the tags of each pair, in time that is linear in the length of the text."""
+    """Find paired tags in linear time."""
     while (start := text.find(opening, at)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:

@@ -1,10 +1,10 @@
-"""Chat templates and tokenizers of others on real texts: first in a process that can be killed, with limits.
+"""Run untrusted chat templates and tokenizers in workers with time and memory limits.
 
-A template is a program, and a pattern of a tokenizer can take forever on one text and none on another. So no trial with
-texts of ours decides: each real text is rendered, split or decoded by a worker, within seconds of processor time and
-bounded memory. What has passed a limit once is refused from then on without another try.
+Templates are programs, and a tokenizer's regular expression may hang on one input while handling others quickly.
+Testing them on sample inputs therefore proves nothing. Instead, workers render, split, or decode each real input
+within a few seconds of CPU time and bounded memory. Anything that exceeds a limit is refused from then on.
 
-Where the system has no such workers (Windows), templates and patterns run here, after a trial when they are loaded.
+On systems without such workers (Windows), templates and patterns run in this process, after a trial at load time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from posttrain.graders.sandbox.workers import WorkerPool
 
 HAS_WORKERS = sys.platform != "win32"
-CPU_SECONDS = 5.0  # for a text
+CPU_SECONDS = 5.0  # per input
 MEMORY_BYTES = 2**30
 MAX_RESULT_BYTES = 2**27
 _RENDER = "posttrain.data.render.template_worker:render_conversation"
-# A template writes its own text and those of the conversation, schemas of tools perhaps at each turn, as JSON in JSON.
+# Output limit: template text plus the conversation, whose tool schemas may be repeated each turn as nested JSON.
 _OWN_CHARS = 2**17
 _GROWTH = 64
 _SPLIT = "posttrain.data.render.tokenizer_worker:run_patterns"
-_REFUSED: dict[str, str] = {}  # by the content of a template or of a tokenizer's steps, what happened
+_REFUSED: dict[str, str] = {}  # refusal reason, by template or hash of tokenizer steps
 _MAY_REPEAT = re.compile(r"[*+?{(|]")
 
 
 def pool_of(target: str) -> WorkerPool:
-    """Return the worker for a function of this package, with these limits."""
-    from posttrain.graders.sandbox.workers import Limits, shared_pool  # only where there is something to run
+    """Find the shared worker for a function, with this module's limits."""
+    from posttrain.graders.sandbox.workers import Limits, shared_pool  # imported on first use
 
     limits = Limits(
         cpu_seconds=CPU_SECONDS, memory_bytes=MEMORY_BYTES, compiles=True, max_result_bytes=MAX_RESULT_BYTES
@@ -50,15 +50,15 @@ def pool_of(target: str) -> WorkerPool:
 
 
 class TemplateError(Exception):
-    """The error that a chat template raised."""
+    """Raised if a chat template fails."""
 
 
 def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool) -> str:
-    """Return the conversation as the chat template of others writes it, as ``tokenizer.apply_chat_template`` would.
+    """Render a conversation in a worker, equivalent to ``tokenizer.apply_chat_template``.
 
     Raises:
-        TemplateError: with what the template raised.
-        UsageError: it took too long, too much memory, or wrote too much.
+        TemplateError: raised by the template.
+        UsageError: time, memory or output limit exceeded.
     """
     name = str(tokenizer.chat_template)
     if name in _REFUSED:
@@ -89,30 +89,29 @@ def render_foreign(tokenizer: Any, rows: list[dict[str, Any]], variables: Mappin
 
 
 def _as_plain(value: Any) -> object:
-    """Return a value that JSON has no form for as transformers shows it to a template."""
-    if hasattr(value, "item"):  # a number of NumPy's
+    """Convert values that JSON cannot represent."""
+    if hasattr(value, "item"):  # NumPy scalar
         return value.item()
     return f"<{type(value).__name__}>"
 
 
 def _refusal(tokenizer: Any, reason: str) -> str:
     return (
-        f"model.name: {tokenizer.name_or_path}: the chat template does not come to an end on this conversation within "
-        f"{CPU_SECONDS:g} s and {MEMORY_BYTES // 2**30} GB ({reason}); give the tokenizer another one "
-        "(chat_template.jinja)"
+        f"model.name: {tokenizer.name_or_path}: the chat template exceeds {CPU_SECONDS:g} s or "
+        f"{MEMORY_BYTES // 2**30} GB on this conversation ({reason}). Replace chat_template.jinja"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a tokenizer that may take forever, without its vocabulary.
+    """Tokenizer parts that may hang, without vocabulary.
 
     Attributes:
-        key: a hash of the rest.
-        steps: its normalizer, pre-tokenizer and decoder, as in ``tokenizer.json``.
-        added: the tokens at which a text is cut first.
-        encode_pattern: one that is run on texts and not known; None if there is none.
-        decode_pattern: one that is run on tokens.
+        key: hash over ``steps`` and ``added``.
+        steps: normalizer, pre-tokenizer and decoder, as in ``tokenizer.json``.
+        added: added tokens, which split text first.
+        encode_pattern: unknown pattern applied to text, or None.
+        decode_pattern: unknown pattern applied to tokens, or None.
     """
 
     key: str
@@ -126,7 +125,7 @@ _PARTS: WeakKeyDictionary[Any, tuple[int, Parts | None]] = WeakKeyDictionary()
 
 
 def patterns_in(part: object) -> Iterator[str]:
-    """The regular expressions in a part of ``tokenizer.json``; an empty one for what its library divides by zero."""
+    """Yield regular expressions in ``tokenizer.json`` parts. Empty for settings that cause a division by zero."""
     inside: list[object] = []
     if isinstance(part, dict):
         pattern = part.get("Regex")
@@ -142,7 +141,7 @@ def patterns_in(part: object) -> Iterator[str]:
 
 
 def unknown_pattern(parts: object) -> str | None:
-    """The first pattern that is not a published one and could take longer than its text is long."""
+    """Find the first unpublished pattern that may take superlinear time."""
     for pattern in patterns_in(parts):
         if pattern not in PUBLISHED and (not pattern or _MAY_REPEAT.search(pattern)):
             return pattern
@@ -150,7 +149,7 @@ def unknown_pattern(parts: object) -> str | None:
 
 
 def make_parts(steps: dict[str, Any], added: list[dict[str, Any]]) -> Parts | None:
-    """Return the parts of a tokenizer that need a worker; None if all of its patterns are known."""
+    """Collect tokenizer parts that need a worker. None if all patterns are known."""
     encode_pattern = unknown_pattern([steps.get("normalizer"), steps.get("pre_tokenizer")])
     decode_pattern = unknown_pattern(steps.get("decoder"))
     if encode_pattern is None and decode_pattern is None:
@@ -176,10 +175,10 @@ def _parts_of(tokenizer: Any) -> Parts | None:
 
 
 def try_text(tokenizer: Any, text: str, *, split_special: bool) -> None:
-    """Split a text by the patterns of a tokenizer of others in a worker; nothing happens if all of them are known.
+    """Split text in a worker first, if the tokenizer has unknown patterns.
 
     Raises:
-        UsageError: they do not come to an end on it.
+        UsageError: limits exceeded.
     """
     parts = _parts_of(tokenizer) if HAS_WORKERS else None
     if parts is not None and parts.encode_pattern is not None:
@@ -189,10 +188,10 @@ def try_text(tokenizer: Any, text: str, *, split_special: bool) -> None:
 
 
 def try_tokens(tokenizer: Any, ids: Sequence[int]) -> None:
-    """The same for ids that are to be decoded.
+    """Decode ids in a worker first, if the decoder has unknown patterns.
 
     Raises:
-        UsageError: the patterns of the decoder do not come to an end on them.
+        UsageError: limits exceeded.
     """
     parts = _parts_of(tokenizer) if HAS_WORKERS else None
     if parts is not None and parts.decode_pattern is not None:
@@ -203,7 +202,7 @@ def try_tokens(tokenizer: Any, ids: Sequence[int]) -> None:
 
 
 def try_parts(parts: Parts, item: dict[str, Any]) -> str | None:
-    """Return why the steps of a tokenizer do not come to an end on a text (or on nothing: when they are made)."""
+    """Run tokenizer steps on an input, or only build them, and return why they failed, or None."""
     if parts.key in _REFUSED:
         return _REFUSED[parts.key]
     pool = pool_of(_SPLIT)
@@ -219,16 +218,18 @@ def try_parts(parts: Parts, item: dict[str, Any]) -> str | None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return True for what the tokenizers library raises: a plain ``Exception``, or a panic, which is none."""
+    """Check if the tokenizers library raised this: a plain ``Exception``, or a panic, which is only a
+    ``BaseException``.
+    """
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def refuse_panic(tokenizer: Any) -> Iterator[None]:
-    """Turn what a tokenizer's library raises for a text into one error.
+    """Convert errors raised by the tokenizers library.
 
     Raises:
-        UsageError: with the tokenizer's name.
+        UsageError: the message includes the tokenizer's name.
     """
     try:
         yield
@@ -236,13 +237,13 @@ def refuse_panic(tokenizer: Any) -> Iterator[None]:
         if not is_failure(error):
             raise
         raise UsageError(
-            f"model.name: {tokenizer.name_or_path}: tokenizer.json fails on a text: {shorten(str(error))}; replace it "
-            "by that of the published model"
+            f"model.name: {tokenizer.name_or_path}: tokenizer.json fails on an input: {shorten(str(error))}. Replace "
+            "it with the published model's"
         ) from None
 
 
 def _tokenizer_refusal(tokenizer: Any, pattern: str, reason: str) -> str:
     return (
-        f"model.name: {tokenizer.name_or_path}: tokenizer.json: the pattern {shorten(pattern)} does not come to an end "
-        f"on a text ({shorten(reason)}); replace it"
+        f"model.name: {tokenizer.name_or_path}: tokenizer.json: the pattern {shorten(pattern)} exceeds its limits "
+        f"on an input ({shorten(reason)}). Replace it"
     )

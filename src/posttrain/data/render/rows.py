@@ -1,8 +1,8 @@
-"""Rows of tokens of a task's examples: demonstrations, conversations, pairs, judged answers, labelled steps.
+"""Tokenized training rows: demonstrations, conversations, preference pairs, scored responses, labeled steps.
 
-A conversation whose chat template writes earlier turns as they were written is one row: prompt, turn, the messages
-between, turn. Each part is encoded by itself, as it is while the model answers. Where a template rewrites earlier turns
-(one that drops what was thought), and where there is no chat template, each turn of the assistant is a row of its own.
+If the chat template leaves earlier turns unchanged, each conversation yields a single row: prompt, turn, intermediate
+messages, turn, etc. Parts are tokenized separately, as during generation. Without a chat template, or if it rewrites
+history (for example by dropping earlier thinking), each assistant turn becomes a separate row.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ from posttrain.types import Example, Message, Response, Turn
 
 Shape = Literal["demonstration", "judged", "pair", "steps"]
 TrainOn = Literal["assistant", "response", "all"]
-UNTRAINED = "no message that is trained (weight 0 or train: false)"
+UNTRAINED = "no trained message (weight 0 or train: false)"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Token ids, the first trained position, and the facts of the answer.
+    """A tokenized row with labels.
 
     Attributes:
-        step_labels: per position (ends of labelled steps only) where the answer has steps; such rows are
-            trained at these positions alone.
-        heard: the positions behind the prompt that are read and not trained, such as the results of tools.
-        is_apart: one of several rows of a conversation, one for each turn.
-        margin: of a pair whose row states it.
+        step_labels: label per position, for rows with labeled steps. Training uses only these positions, one per step.
+        heard: context positions after the prompt, such as tool results, excluded from training.
+        is_apart: the conversation was split into multiple rows, one per turn.
+        margin: preference margin, if given.
     """
 
     ids: list[int]
@@ -77,11 +76,10 @@ class TokenRow:
 def rows_of(
     tokenizer: Tokenizer, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
 ) -> Iterator[tuple[TokenRow, ...] | str]:
-    """The units of an example: tuples of rows, or the reason why there is none.
+    """Build an example's training units: each a tuple of rows, or a reason for dropping it.
 
-    A pair is the response of the highest score and that of the lowest; the rest of an example with
-    more responses is not used. ``train_on``: of demonstrations; by default every turn of the assistant where the row is
-    a conversation, else the response.
+    Pairs use the responses with the highest and lowest score and ignore all others. ``train_on`` applies to
+    demonstrations. It defaults to all assistant turns for conversations, else the response.
     """
     if shape == "demonstration":
         yield from _demonstrations(tokenizer, template, example, train_on)
@@ -102,7 +100,7 @@ def rows_of(
 def _pair(
     tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example
 ) -> tuple[TokenRow, ...] | str:
-    """The responses of the highest and of the lowest score, or the reason why they are no pair."""
+    """Pair the highest- and lowest-scored responses, or give the reason for dropping them."""
     better = max(example.responses, key=lambda response: response.score)
     worse = min(example.responses, key=lambda response: response.score)
     chosen = _row(tokenizer, template, prompt, better, example)
@@ -119,7 +117,7 @@ def _demonstrations(
 ) -> Iterator[tuple[TokenRow, ...] | str]:
     last_message = example.conversation[-1:]
     if template.turns != "rendered" and any(message.calls for message in last_message):
-        raise UsageError(f"example {example.id!r} ends with a call, which needs the prompt.template chat")
+        raise UsageError(f"example {example.id!r} ends with a call, which requires prompt.template chat")
     if template.turns == "last" and not all(message.is_trained for message in last_message):
         yield UNTRAINED
         return
@@ -135,13 +133,13 @@ def _demonstrations(
     if best is not None:
         yield (_row(tokenizer, template, prompt, best, example),)
     elif example.demonstration is not None and not template.response(example):
-        yield f"a response without an answer, which template {template.name} would write between tags"
+        yield f"no answer found in a response, but template {template.name} writes it between tags"
     else:
         yield (_demonstration(tokenizer, template, prompt, example),)
 
 
 def _with_conversation(example: Example, best: Response | None, train_on: TrainOn | None) -> Example:
-    """The example as a conversation, if the assistant's turns in its prompt are to be trained, too (``assistant``)."""
+    """Convert to a conversation if assistant turns inside the prompt are trained too (``train_on: assistant``)."""
     text = example.demonstration
     if text is None and best is not None:
         text = best.text
@@ -153,7 +151,7 @@ def _with_conversation(example: Example, best: Response | None, train_on: TrainO
 
 
 def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[int], example: Example) -> TokenRow:
-    """The turns of an example and its answer behind a prompt; without an answer the last turn ends the episode."""
+    """Tokenize tool turns and the response. Without a response, the last turn ends the episode."""
     has_answer = (example.answer, example.solution, example.demonstration) != (None, None, None)
     is_answered = has_answer or not example.turns
     ids = list(prompt)
@@ -170,7 +168,7 @@ def _demonstration(tokenizer: Tokenizer, template: Template, prompt: Sequence[in
 def _conversation(
     tokenizer: Tokenizer, template: Template, example: Example, train_on: TrainOn
 ) -> Iterator[tuple[TokenRow, ...] | str]:
-    """One row of a conversation, or one for each turn of the assistant."""
+    """Build a single row for a conversation, or one row per assistant turn."""
     units: list[tuple[TokenRow, ...] | str] = []
     if template.turns == "apart":
         chosen = list(_turns_apart(example, train_on))
@@ -190,11 +188,11 @@ def _conversation(
 def _row(
     tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response, example: Example
 ) -> TokenRow:
-    if response.answer is not None:  # in the form, and with the tags, that a policy would write
+    if response.answer is not None:  # formatted as a policy would write it
         written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
         return TokenRow([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
     if response.ids and decode_response(tokenizer, template, response.ids, prompt) == response.text:
-        answer = list(response.ids)  # as it was sampled
+        answer = list(response.ids)  # keep sampled tokens
     else:
         answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
     return TokenRow([*prompt, *answer, *end_ids(tokenizer, template)], len(prompt), response.score)
@@ -203,8 +201,8 @@ def _row(
 def _stepwise(
     tokenizer: Tokenizer, template: Template, prompt: Sequence[int], response: Response
 ) -> tuple[TokenRow, ...] | str:
-    """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
-    if not all(response.steps):  # its label would be at a token of the step before
+    """Tokenize each step separately, to know its final token. Steps labeled None stay unlabeled."""
+    if not all(response.steps):  # its label would fall into the previous step
         return "an empty step"
     ids = list(prompt)
     labels: dict[int, int] = {}
@@ -219,9 +217,9 @@ def _stepwise(
 
 
 def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
-    """(the messages up to the last of the user, the turns behind it in which tools are used).
+    """Split into (messages through the last user message, subsequent tool turns).
 
-    All messages and no turns, if no tool is used behind the last message of the user.
+    If anything other than tool use follows, no turns are split off.
     """
     last = last_of_user(messages)
     if last is None:
@@ -239,9 +237,9 @@ def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tup
 
 
 def trained_turns(conversation: Sequence[Message], train_on: str) -> list[int]:
-    """The places of the assistant's messages that are trained: all, or (``response``) those after the last user's.
+    """Find trained assistant messages: all, or (``response``) only those after the last user message.
 
-    A message that nothing comes before is read only, and so is one that is not to be trained.
+    An assistant message at the beginning is context only, as are messages marked as untrained.
     """
     first = 1
     if train_on == "response":
@@ -254,31 +252,31 @@ def trained_turns(conversation: Sequence[Message], train_on: str) -> list[int]:
 
 
 def refuse_untrained(name: str, examples: Sequence[Example], train_on: str) -> None:
-    """Refuse a task of conversations in which no message is trained.
+    """Refuse conversation tasks with nothing to train.
 
     Raises:
-        UsageError: with the number of examples.
+        UsageError: all messages are untrained. The error states the number of examples.
     """
     if len(examples) and all(e.conversation and not trained_turns(e.conversation, train_on) for e in examples):
         raise UsageError(f"task {name!r}: no row is left to train on; dropped: {len(examples)} × {UNTRAINED}")
 
 
 def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
-    """One example for each answer of the assistant that is trained, the calls before it included."""
+    """Build one example per trained assistant response, including preceding calls."""
     conversation = example.conversation
     chosen = [place for place in trained_turns(conversation, train_on) if not conversation[place].calls]
     if train_on == "all":
-        chosen = chosen[-1:]  # all of a conversation is in its last prompt
+        chosen = chosen[-1:]  # the last prompt contains the full conversation
     for place in chosen:
         messages, turns = split_turns(conversation[:place])
         if train_on == "all":
             read_only = conversation
-            what = "data.train_on all with a message of weight 0"
+            what = "data.train_on all with an untrained message (weight 0)"
         else:
             read_only = conversation[len(messages) : place]
-            what = "a call of weight 0"
+            what = "an untrained call (weight 0)"
         if not all(message.is_trained for message in read_only):
-            raise UsageError(f"example {example.id!r}: {what} needs the prompt.template chat; leave the row out")
+            raise UsageError(f"example {example.id!r}: {what} requires prompt.template chat. Remove the row")
         answer = example.answer
         if place < len(conversation) - 1:
             answer = None
@@ -286,14 +284,14 @@ def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
         yield replace(example, messages=messages, turns=turns, demonstration=text, answer=answer, conversation=())
 
 
-# A part of a row: its pieces, and whether the assistant writes it and is trained on it.
+# Pieces in a row, and whether they are trained.
 RowPart = tuple[Sequence[Piece], bool]
 
 
 def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Example, train_on: str) -> Iterator[TokenRow]:
-    """The rows of a conversation by its chat template.
+    """Tokenize a conversation using its chat template.
 
-    One row, or one for each trained turn if the template rewrites earlier turns; none if nothing is trained.
+    Yields one row, or one per trained turn if the template rewrites history. Yields nothing if nothing is trained.
     """
     variables = {**template.variables, **as_row_texts(example.variables)}
     trained = trained_turns(example.conversation, train_on)
@@ -318,8 +316,8 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
     if train_on == "all":
         if len(trained) < len(places):
             raise UsageError(
-                f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
-                "earlier turns; use data.train_on assistant"
+                f"example {example.id!r}: data.train_on all with an untrained message (weight 0) does not work if the "
+                "chat template rewrites earlier turns. Use data.train_on assistant"
             )
         trained = trained[-1:]
     for i in trained:
@@ -328,7 +326,7 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
 
 
 def _row_of_parts(tokenizer: Tokenizer, parts: Sequence[RowPart]) -> TokenRow:
-    """A row of parts, each encoded behind those before it; the first is the prompt."""
+    """Tokenize each part in the context of its predecessors. The first part is the prompt."""
     (prompt, _), *others = parts
     ids = encode_pieces(tokenizer, prompt)
     prompt_length = len(ids)
@@ -348,9 +346,9 @@ def _joined(
     train_on: str,
     num_unsaid: int,
 ) -> list[RowPart] | None:
-    """All turns in one row; None if a later prompt does not begin with the turns before it.
+    """Join all turns into one row. None if a later prompt changes earlier turns.
 
-    ``num_unsaid``: how many characters a turn ends with that are not written before another message.
+    ``num_unsaid``: number of trailing characters in a turn that are omitted if another message follows.
     """
     parts = list[RowPart]()
     previous = ""
@@ -362,7 +360,7 @@ def _joined(
             parts[-1] = _shortened(pieces, num_unsaid), is_trained
         if not text.startswith(previous):
             return None
-        # results of tools are never trained, the user's messages only with all
+        # tool results are never trained, user messages only if everything is trained
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
         parts += [(drop_text(prompt, len(previous)), is_trained), turns[i]]
         previous = text + text_of(turns[i][0])
@@ -370,7 +368,7 @@ def _joined(
 
 
 def _shortened(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The pieces without the last characters, which are of the last piece."""
+    """Drop the last ``count`` characters, all within the final piece."""
     return [*pieces[:-1], Piece(pieces[-1].text[:-count], pieces[-1].trusted)]
 
 
@@ -381,15 +379,15 @@ def _turn(
     variables: Mapping[str, Any],
     prompt: Sequence[Piece],
 ) -> list[Piece]:
-    """The last message as the assistant writes it behind the prompt, its end included: what its chat template adds.
+    """Build the last message as an assistant would generate it, taking all text that the chat template adds to the
+    prompt.
 
-    It goes up to the last token with which the template ends it. The end token is added if the template ends a turn
-    with none.
+    The turn ends at the chat template's last special token, or at an appended ``end_text`` if it writes none.
     """
     message = messages[-1]
     whole, hidden = render_pieces(tokenizer, messages, template.system, variables, prompt=False)
     if hidden and max(hidden) == len(messages) - 1:
-        raise UsageError(f"the chat template does not show the reasoning of message {len(messages)}; leave it out")
+        raise UsageError(f"the chat template drops the reasoning in message {len(messages)}. Remove it from the row")
     if not text_of(whole).startswith(text_of(prompt)):
         return _turn_rewritten(tokenizer, template, messages, variables, prompt, text_of(whole))
     pieces = drop_text(whole, len(text_of(prompt)))
@@ -407,7 +405,7 @@ def _turn_rewritten(
     prompt: Sequence[Piece],
     shown: str,
 ) -> list[Piece]:
-    """The last message of a conversation that is ``shown`` otherwise than its prompt was, as a model writes it."""
+    """Build the last message as a model would generate it, for chat templates that rewrite the prompt (``shown``)."""
     message = messages[-1]
     end = end_text(tokenizer, template)
     form = call_form(tokenizer, template)
@@ -416,10 +414,10 @@ def _turn_rewritten(
         written = turn_pieces(tokenizer, template, turn, form, encode_pieces(tokenizer, prompt))
         return [*written, Piece(end, trusted=True)]
     if message.calls or message.reasoning is not None:
-        what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
-        raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
+        what = f"the chat template renders message {len(messages)} differently than after its prompt"
+        raise UsageError(f"{what}. Choose a different prompt.template, or remove the row")
     text = message.content
-    for stripped in (text, text.rstrip(), text.lstrip(), text.strip()):  # as the template strips it
+    for stripped in (text, text.rstrip(), text.lstrip(), text.strip()):  # if stripped by the template
         if stripped and stripped + end in shown:
             text = stripped
             break
@@ -429,9 +427,9 @@ def _turn_rewritten(
 
 
 def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: list[Piece]) -> list[Piece]:
-    """The pieces of a turn up to its end."""
+    """Cut a turn after its ending."""
     end = end_text(tokenizer, template)
-    closing = ""  # the template's own text behind the message
+    closing = ""  # template text after the message
     if pieces and pieces[-1].trusted:
         closing = pieces[-1].text
     if not message.calls and closing.startswith(end):
@@ -449,5 +447,5 @@ def _ended(tokenizer: Tokenizer, template: Template, message: Message, pieces: l
 
 
 def _is_tag(marker: str, marks: Sequence[str]) -> bool:
-    """Return True if a token closes what is written in a turn, and not the turn."""
+    """Check if a token closes a block within a turn, not the turn itself."""
     return marker.strip() in marks or marker.strip().startswith("</")

@@ -1,8 +1,8 @@
-"""A conversation as the tokenizer's chat template writes it, with what is the template's kept apart from what is not.
+"""Chat template rendering that separates trusted template text from untrusted contents.
 
-The template renders the conversation twice. In the first, placeholders stand for the texts: what comes out around them
-is the template's own and trusted, so that no text can forge a turn marker. The second has the texts themselves. It must
-be the first with the texts in their places; it shows where the template strips or changes a text.
+Each conversation is rendered twice. First, placeholders replace all contents: everything around them is written by the
+template and trusted, so contents cannot forge turn markers. The second rendering uses real contents. It must match the
+first with placeholders filled in, and shows where the template strips or modifies contents.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from posttrain.data.render.encoding import (
 from posttrain.errors import UsageError
 from posttrain.types import Call, Message
 
-# A placeholder inside of a call or a schema holds a quotation mark: where it comes out with a backslash, the template
-# has written JSON.
+# Placeholders inside calls or schemas contain a quotation mark. If it is escaped in the output, the template has
+# written JSON.
 _MARK = re.compile(f'({OPENING}|\\\\ue0f1)(\\d+)(\\\\?"|)({CLOSING}|\\\\ue0f2)')
 _PLACEHOLDER = re.compile(f'{OPENING}(\\d+)"?{CLOSING}')
 _TAG = re.compile(r"</?(?=\w+>)|\[/?(?=[A-Z]+\])")
-_CUT = "\ue0f3"  # breaks a marker in two where a template is not to read it
+_CUT = "\ue0f3"  # breaks up markers, so that templates do not parse them
 _LONE = re.compile(f"{THINK}|{END_THINK}")
 _MAX_OUTLINES = 512
 _OUTLINES: WeakKeyDictionary[Any, dict[tuple[object, ...], Outline]] = WeakKeyDictionary()
 
 
 class RowText(str):
-    """A text of a row among the variables of a chat template: not trusted, as the recipe's own are."""
+    """A string from a row among chat template variables. Unlike the recipe's strings, it is untrusted."""
 
     __slots__ = ()
 
 
 def as_row_texts(value: Any) -> Any:
-    """Nested values of a row with each of their texts as ``RowText``."""
+    """Convert strings in nested row values to ``RowText``."""
     if isinstance(value, Mapping):
         return {key: as_row_texts(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -61,14 +61,14 @@ def as_row_texts(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A placeholder in a rendered text: its number, and how the template wrote it."""
+    """A placeholder found in rendered output, with its number and escaping."""
 
     number: int
     is_json: bool
     is_ascii: bool
 
     def written(self, text: str) -> str:
-        """A text as the template writes it here: as it is, inside of JSON, or as Python shows it."""
+        """Escape a string like the placeholder: verbatim, JSON, or Python ``repr``."""
         if self.is_json:
             return json.dumps(text, ensure_ascii=self.is_ascii)[1:-1]
         if self.is_ascii:
@@ -78,7 +78,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Outline:
-    """The template's own texts around the places of a conversation: one more than there are places."""
+    """Template text surrounding the placeholders, with ``len(fixed) == len(places) + 1``."""
 
     fixed: list[str]
     places: list[Placeholder]
@@ -96,23 +96,23 @@ def _outline_of(rendered: str) -> Outline:
 
 
 class Sheet:
-    """Texts by the number of their placeholder, for one conversation in one chat template."""
+    """Contents by placeholder number, for one conversation."""
 
     def __init__(self, tokenizer: Tokenizer, system: str, variables: Mapping[str, object]) -> None:
         self.tokenizer = tokenizer
         self.markers = markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
-        self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
-        self.reasoning: dict[int, int] = {}  # number of a placeholder: index of the message
-        self.needed: dict[int, str] = {}  # number: what must be shown at least once
+        self.contents: dict[int, str] = {}  # number -> role. Each must be shown exactly once, in order.
+        self.reasoning: dict[int, int] = {}  # placeholder number -> message index
+        self.needed: dict[int, str] = {}  # placeholder number -> description. Each must be shown at least once.
         self.variables = {key: self._leaves(value, None) for key, value in variables.items()}
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> tuple[list[Piece], set[int]]:
-        """The pieces of a conversation, and which of its messages have reasoning that the template does not show.
+        """Render a conversation, and list messages whose reasoning was dropped.
 
         Raises:
-            UsageError: no chat template, or it cannot render these messages, or not as they are.
+            UsageError: missing chat template, rendering fails, or contents were altered.
         """
         rows = list[dict[str, Any]]()
         called = list[str]()
@@ -126,7 +126,7 @@ class Sheet:
         outline = self._outline(rows, prompt=prompt)
         self._check(outline)
         pieces = self._filled(outline, rows, prompt=prompt)
-        if pieces is None:  # a template may write the time, or a token that was changed
+        if pieces is None:  # a template may write the current time, or tokens may have changed
             outline = self._outline(rows, prompt=prompt, anew=True)
             pieces = self._filled(outline, rows, prompt=prompt)
         if pieces is None:
@@ -160,7 +160,7 @@ class Sheet:
         what = f"the call of {call.tool!r}"
         name = self._leaf(call.tool, what)
         arguments = self._leaves(json.loads(call.raw_arguments), what)
-        id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
+        id = f"call{len(self.texts):05d}"  # nine alphanumeric characters, required by some templates
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _add(self, pieces: list[Piece]) -> int:
@@ -170,7 +170,7 @@ class Sheet:
     def _content(self, role: str, pieces: list[Piece]) -> str:
         number = self._add(pieces)
         self.contents[number] = role
-        # some templates write results as JSON
+        # some templates JSON-encode results
         if role == "tool":
             return mark(number).replace(CLOSING, f'"{CLOSING}')
         return mark(number)
@@ -182,11 +182,11 @@ class Sheet:
         return f'{OPENING}{number}"{CLOSING}'
 
     def _leaves(self, value: object, needed: str | None) -> object:
-        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
+        """Replace nested strings by placeholders. If ``needed`` is None (variables), only those with markers."""
         if isinstance(value, Mapping):
             for key in value:
                 if "<" in key or any(self.markers.find(key)):
-                    raise UsageError(f"the name {key!r} of an argument could be read as a special token; rename it")
+                    raise UsageError(f"the name {key!r} in the arguments could be parsed as a special token. Rename it")
             return {key: self._leaves(one, needed) for key, one in value.items()}
         if isinstance(value, list):
             return [self._leaves(one, needed) for one in value]
@@ -216,23 +216,23 @@ class Sheet:
         for place, (number, role) in enumerate(self.contents.items()):
             if shown.count(number) != 1 or shown.index(number) != place:
                 raise UsageError(
-                    f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
-                    "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
+                    f"the tokenizer's chat template must show each {role} message exactly once, in order. "
+                    "Choose a prompt.template without chat (plain, boxed, r1_zero)"
                 )
         for number, what in self.needed.items():
             if number not in order:
                 raise UsageError(
-                    f"the tokenizer's chat template does not show {what} of a message. Write it into the content, or "
-                    "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
+                    f"the tokenizer's chat template drops {what}. Move it into the message content, or remove it from "
+                    "the row (to ignore names in every row: task.ignore_keys: [name])"
                 )
 
     def _real(self, rows: list[dict[str, Any]], texts: Sequence[str], *, prompt: bool) -> str:
-        """The template's own rendering, with these texts for the placeholders."""
+        """Render with ``texts`` instead of placeholders."""
         fill = partial(_unmasked, texts)
         return render_dicts(self.tokenizer, fill(rows), fill(self.variables), prompt=prompt)
 
     def _readable(self) -> list[str]:
-        """The texts as the template may read them: a tag of thinking that is no pair's is broken."""
+        """Contents with unpaired thinking tags broken up."""
         texts = [text_of(pieces) for pieces in self.texts]
         for number, role in self.contents.items():
             if role == "assistant" and (THINK in texts[number] or END_THINK in texts[number]):
@@ -246,7 +246,7 @@ class Sheet:
         return texts
 
     def _filled(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
-        """The pieces of the real conversation; None where it is not the outline with texts in its places."""
+        """Render real contents. None if the output does not match the outline."""
         texts = self._readable()
         try:
             rendered = self._real(rows, texts, prompt=prompt)
@@ -257,7 +257,7 @@ class Sheet:
         return self._pieces(outline, texts, rendered)
 
     def _as_characters(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece] | None:
-        """The pieces where the template reads markers and tags in a text: in a row's text they are characters."""
+        """Render with markers broken up, for templates that parse contents: rows treat markers as characters."""
         texts = [text_of(pieces) for pieces in self.texts]
         broken = [_broken(text, self.markers) for text in texts]
         if broken == texts:
@@ -265,12 +265,12 @@ class Sheet:
         return self._pieces(outline, broken, self._real(rows, broken, prompt=prompt))
 
     def _as_rendered(self, outline: Outline, rows: list[dict[str, Any]], *, prompt: bool) -> list[Piece]:
-        """The conversation as it is rendered, where its texts decide what the template adds to them.
+        """Accept the real rendering, for templates whose output depends on contents.
 
-        Only if no text holds a marker, and the template writes the same ones as otherwise.
+        Contents must not include markers, and turn markers must be identical to the outline.
 
         Raises:
-            UsageError: with the first difference.
+            UsageError: otherwise. The message includes the first difference.
         """
         texts = [text_of(pieces) for pieces in self.texts]
         rendered = self._real(rows, texts, prompt=prompt)
@@ -284,18 +284,18 @@ class Sheet:
         at = next((place for place, (one, other) in pairs if one != other), len(expected))
         around = slice(max(0, at - 40), at + 40)
         raise UsageError(
-            "the tokenizer's chat template writes a text of this conversation otherwise than it is: "
+            "the tokenizer's chat template alters message contents: "
             f"{rendered[around]!r} instead of {expected[around]!r}. "
-            "Leave the row out, or choose another prompt.template"
+            "Remove the row, or choose a different prompt.template"
         )
 
     def _turn_markers(self, text: str) -> list[str]:
-        """The markers of a text but for tags within a turn, in order."""
+        """List markers in order, ignoring tags within turns."""
         found = [text[start:end] for start, end, _ in self.markers.find(text)]
         return [marker for marker in found if not _TAG.match(marker)]
 
     def _gains_markers(self, outline: Outline, texts: Sequence[str], changed: Sequence[str]) -> bool:
-        """Return True if the template has put a marker next to a text, or made one of it."""
+        """Check if rendering added markers to any content."""
         for place, text in zip(outline.places, changed, strict=True):
             if self._count_markers(text) - self._count_markers(texts[place.number]):
                 return True
@@ -308,7 +308,7 @@ class Sheet:
         return _broken(text, self.markers) != text
 
     def _pieces(self, outline: Outline, texts: Sequence[str], rendered: str) -> list[Piece] | None:
-        """The pieces of a rendered text; None where it is not the outline with texts in its places."""
+        """Split rendered output into pieces. None if it does not match the outline."""
         shown = self._shown(outline, texts, rendered)
         if shown is None:
             return None
@@ -318,7 +318,7 @@ class Sheet:
         return pieces
 
     def _shown(self, outline: Outline, texts: Sequence[str], rendered: str) -> list[list[Piece]] | None:
-        """Return the pieces that are shown in each place: its text, stripped or changed as the template does it."""
+        """Find the pieces shown at each placeholder, including any stripping or modification."""
         stripped = _kept(outline, texts, rendered)
         if stripped is not None:
             found = []
@@ -341,12 +341,12 @@ def _marked(role: str, text: str) -> list[Piece]:
 
 
 def _copied(value: Any) -> Any:
-    """Nested values anew: rendering may write arguments as text."""
+    """Deep copy, because rendering may serialize arguments in place."""
     return _unmasked(None, value)
 
 
 def _unmasked(texts: Sequence[str] | None, value: Any) -> Any:
-    """Nested values with the texts in place of their placeholders."""
+    """Fill placeholders in nested values."""
     if isinstance(value, Mapping):
         return {key: _unmasked(texts, one) for key, one in value.items()}
     if isinstance(value, list):
@@ -357,7 +357,7 @@ def _unmasked(texts: Sequence[str] | None, value: Any) -> Any:
 
 
 def _broken(text: str, markers: Markers) -> str:
-    """The text with a character within each marker and tag."""
+    """Insert a character inside each marker and tag."""
     starts = {*markers.starts(text), *(match.start() for match in _TAG.finditer(text))}
     for start in sorted(starts, reverse=True):
         text = f"{text[: start + 1]}{_CUT}{text[start + 1 :]}"
@@ -369,7 +369,7 @@ def _cut(match: re.Match[str]) -> str:
 
 
 def _strippings(text: str) -> list[tuple[int, int]]:
-    """(start, end) of the text as it is, and as templates strip it."""
+    """List (start, end) for the full string and for each common way to strip it."""
     length = len(text)
     found = [(0, length)]
     for characters in (None, "\n", " "):
@@ -380,7 +380,7 @@ def _strippings(text: str) -> list[tuple[int, int]]:
 
 
 def _kept(outline: Outline, texts: Sequence[str], rendered: str) -> list[tuple[int, int]] | None:
-    """Return the numbers of characters that the template strips from both ends of each text; None if it changes one."""
+    """Count characters stripped from both ends of each content. None if a content was changed otherwise."""
     at = len(outline.fixed[0])
     spans = list[tuple[int, int]]()
     if not rendered.startswith(outline.fixed[0]):
@@ -401,7 +401,7 @@ def _kept(outline: Outline, texts: Sequence[str], rendered: str) -> list[tuple[i
 
 
 def _between(outline: Outline, rendered: str) -> list[str] | None:
-    """The texts between the template's own; None where these do not stand there, or in more than one way."""
+    """Extract contents between template text. None if missing or ambiguous."""
     first, *behind = outline.fixed
     if not behind or not rendered.startswith(first) or not rendered.endswith(behind[-1]):
         return None
@@ -425,7 +425,7 @@ def _between(outline: Outline, rendered: str) -> list[str] | None:
 
 
 def _sliced(pieces: Sequence[Piece], before: int, behind: int) -> list[Piece]:
-    """The pieces without so many characters at both ends."""
+    """Trim characters from both ends."""
     kept = list[Piece]()
     last = sum(len(piece.text) for piece in pieces) - before - behind
     for piece in drop_text(pieces, before):

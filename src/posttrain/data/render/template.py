@@ -1,4 +1,4 @@
-"""Prompt templates, prompts by the tokenizer's own chat template, and what ends an answer."""
+"""Prompt formats, chat rendering, and stop tokens."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from posttrain.registry import suggest
 from posttrain.types import Call, Example, Message
 
 OPENED = re.compile(r"<think>\s*\Z")
-# An empty block of thinking that some chat templates write into the last turn alone.
+# Empty thinking block that some chat templates write in the last turn only.
 _EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
 
 
 def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[str, object]) -> str:
-    """A turn's beginning without the empty block of thinking that the chat template writes into the last turn alone."""
+    """Drop an empty thinking block if the chat template writes it in the last turn only."""
 
     def keeps(settings: Mapping[str, Any]) -> bool:
-        """Return True if the block stays when another message follows."""
+        """Check if the chat template keeps this block when another message follows."""
         turns = [(role, mark(number)) for number, role in enumerate(("user", "assistant", "user"))]
         try:
             before = render_history(tokenizer, turns, settings, prompt=False).partition(mark(1))[0]
@@ -52,19 +52,19 @@ def without_empty_thinking(tokenizer: Tokenizer, text: str, variables: Mapping[s
 
 
 def begins_with_empty_thinking(text: str) -> bool:
-    """Return True for an answer with an empty block of thinking."""
+    """Check if a response begins with an empty thinking block."""
     return _EMPTY_THINKING.match(text) is not None
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse a prompt that has no messages, an unknown role or a blank message, or ends with the assistant's.
+    """Validate prompt messages.
 
     Raises:
-        UsageError: it is such a prompt.
+        UsageError: no messages, an unknown role, a blank message, or a trailing assistant message.
     """
     if not messages:
         raise UsageError(
-            "an empty prompt: the example has no messages; a text to read is trained under prompt.template document"
+            "an empty prompt: the example contains no messages. Use prompt.template document to train on raw text"
         )
     for number, message in enumerate(messages, start=1):
         if message.role not in ROLES:
@@ -73,19 +73,19 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not message.content.strip() and not message.calls and message.role != "tool":
             raise UsageError(f"an empty prompt: message {number} ({message.role}) has no text")
     if messages[-1].role == "assistant":
-        raise UsageError("the last message of a prompt is the assistant's, so nothing is left to answer")
+        raise UsageError("the prompt ends with an assistant message, so the model has nothing to answer")
 
 
 def chat_pieces(
     messages: Sequence[Message], tokenizer: Tokenizer, system: str = "", variables: Mapping[str, object] | None = None
 ) -> list[Piece]:
-    """The conversation by the tokenizer's chat template, up to where the assistant begins to speak.
+    """Render a conversation with the tokenizer's chat template, including the generation prompt.
 
-    ``system`` is the recipe's own (trusted) system message; one from the data follows below it in the
-    same message. ``variables`` are passed to the chat template.
+    ``system`` is the recipe's system message (trusted). A system message from the data is appended to it.
+    ``variables`` are passed to the chat template.
 
     Raises:
-        UsageError: no chat template, or it cannot render these messages.
+        UsageError: missing chat template, or rendering fails.
     """
     check_messages(messages)
     if variables is None:
@@ -98,10 +98,10 @@ def chat_pieces(
 def with_reasoning(
     tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> tuple[Message, ...]:
-    """The messages with their reasoning where the chat template shows it: apart, or else in the content."""
+    """Put reasoning into a separate field if the chat template renders that, else into the content."""
 
     def closes(message: Message) -> bool:
-        """Return True if the text closes a block of thinking that it has not opened: a prompt may have."""
+        """Check if a message closes a thinking block that the prompt may have opened."""
         before, closed, _ = message.content.partition(END_THINK)
         return message.role == "assistant" and message.reasoning is None and bool(closed) and THINK not in before
 
@@ -135,14 +135,14 @@ def with_reasoning(
 
 
 def _opens_thinking(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
-    """Return True if the chat template opens a block of thinking at the end of a prompt."""
+    """Check if the generation prompt ends with an open thinking block."""
     plain = {key: value for key, value in variables.items() if key != "tools"}
     prompt = render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)
     return OPENED.search(prompt) is not None
 
 
 def spell(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a template that has roles and contents alone.
+    """Convert messages for templates supporting only roles and contents.
 
     Raises:
         UsageError: a message with a name.
@@ -150,8 +150,8 @@ def spell(messages: Sequence[Message]) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if message.name is not None and message.role != "tool":
             raise UsageError(
-                f"message {number}: the prompt template does not show the name {message.name!r}. Write it into the "
-                "content, or leave names out by task.ignore_keys: [name]"
+                f"message {number}: this prompt.template cannot show the name {message.name!r}. Move it into the "
+                "content, or ignore names with task.ignore_keys: [name]"
             )
     return spell_calls([replace(m, content=m.text, reasoning=None) for m in messages], results="user")
 
@@ -159,13 +159,13 @@ def spell(messages: Sequence[Message]) -> list[Message]:
 def render_pieces(
     tokenizer: Tokenizer, messages: Sequence[Message], system: str, variables: Mapping[str, object], *, prompt: bool
 ) -> tuple[list[Piece], set[int]]:
-    """The pieces of a conversation, and which of its messages have reasoning that the chat template does not show.
+    """Render a conversation to pieces, and list messages whose reasoning the chat template drops.
 
-    Where the template has no form for calls, they are written into the content, and results, where it has no role for
-    them, as messages of the user; a short conversation of our own shows it.
+    If the chat template cannot render calls, this writes them into the content. Without a tool role, results become
+    user messages. A short probe conversation tests both.
 
     Raises:
-        UsageError: no chat template, or it cannot render these messages.
+        UsageError: missing chat template, or rendering fails.
     """
 
     def find(settings: Mapping[str, Any]) -> str:
@@ -185,7 +185,7 @@ def render_pieces(
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
-    """The messages with their calls in the content; results may become messages of the user, one for each turn."""
+    """Write calls into message contents, and optionally merge each turn's results into one user message."""
     spelled: list[Message] = []
     previous_role = ""
     for message in messages:
@@ -208,13 +208,13 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
 
 @dataclass(frozen=True)
 class Ending:
-    """The text that a chat template writes after an answer, up to and including its last special token.
+    """Suffix that a chat template adds to an assistant message, through the last special token.
 
     Attributes:
-        text: behind the last answer of a conversation.
-        lead: the part of it that a model writes before the token at which it stops.
-        ids: of the special tokens that end an answer: before another message, and at the end of the conversation.
-        middle: behind an answer that another message follows; empty where only a conversation is ended.
+        text: ending used after the final message.
+        lead: part generated before the stop token.
+        ids: special tokens ending a turn, both mid-conversation and at the final message.
+        middle: ending used if another message follows. Empty when only the final turn gets one.
     """
 
     text: str
@@ -224,10 +224,10 @@ class Ending:
 
 
 def ending(tokenizer: Tokenizer) -> Ending | None:
-    """The end of an answer in the tokenizer's chat template; None where it writes no special token behind it.
+    """Find how the tokenizer's chat template ends a turn. None without a special token.
 
     Raises:
-        UsageError: no chat template.
+        UsageError: missing chat template.
     """
     return probed(tokenizer, "ending", {}, lambda settings: _ending(tokenizer, settings))
 
@@ -242,7 +242,7 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
     tail = whole.partition(mark(1))[2]
     find = markers_of(tokenizer).find
     found = list(find(tail))
-    if len(found) > 1 and render(1) == render(1, prompt=True):  # what it writes in any case may begin the next answer
+    if len(found) > 1 and render(1) == render(1, prompt=True):  # an unconditional suffix may begin the next turn
         marker_ids = [index for _, _, index in find(whole) if index != tokenizer.bos_token_id]
         ids_behind = [index for _, _, index in found]
         if marker_ids and marker_ids[0] in ids_behind:
@@ -264,26 +264,25 @@ def _ending(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Ending | None:
 
 @dataclass(frozen=True)
 class Template:
-    """Functions that make of an example a prompt, a demonstration and a graded answer.
+    """Prompt format: renders prompts and demonstrations, and extracts final answers.
 
     Attributes:
-        name: the word in the recipe.
-        opening: text at the end of the prompt that belongs to the graded answer (``<think>``).
-        tags: names of the reasoning and the answer tag, or empty.
-        prompt: the pieces of the prompt, of its messages and the tokenizer; of a chat also with other ``variables``.
-        response: the pieces of a demonstration, which follow the opening; without the end token. None at all where a
-            given response has nothing that could stand between the tags.
-        extract: the answer in a graded text (opening + completion), or None.
-        chat: the prompt is written by the tokenizer's chat template: a response ends with the end
-            of the turn.
-        variables: for the chat template.
-        frame: the texts before and behind a reply to a turn, where there is no chat template (trusted).
-        quote: makes a text safe to stand there, where it could look like the start of a turn.
-        system: the recipe's own system message, of a chat.
-        space: the text before an answer that does not itself begin with white space.
-        takes_rendered: a prompt that is rendered already, in whatever form, stands as it is.
-        turns: how a conversation is trained: as the chat template renders it (``rendered``), one example for each turn
-            of the assistant (``apart``), or its last turn alone (``last``).
+        name: name used in recipes.
+        opening: prompt suffix graded together with the completion (``<think>``).
+        tags: names of the reasoning and answer tags. May be empty.
+        prompt: builds prompt pieces from messages and a tokenizer. Chat templates also accept ``variables``.
+        response: builds demonstration pieces, which follow the opening and exclude any ending. Empty when a given
+            response contains nothing to put between the tags.
+        extract: finds the answer in graded text (opening + completion), or None.
+        chat: prompts and response endings use the tokenizer's chat template.
+        variables: variables passed to the chat template.
+        frame: prefix and suffix around a reply, used without a chat template (trusted).
+        quote: escapes untrusted text resembling a turn header.
+        system: system message given by the recipe, for chats.
+        space: inserted before responses that do not begin with whitespace.
+        takes_rendered: accept already rendered prompts, in any format, unchanged.
+        turns: training on conversations: follow the chat template (``rendered``), one example per assistant turn
+            (``apart``), or only the last turn (``last``).
     """
 
     name: str
@@ -305,10 +304,10 @@ class Template:
 def prompt_pieces(
     tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> list[Piece]:
-    """The pieces of a prompt; ``variables`` are a row's own for the chat template, such as its tools.
+    """Build the pieces of a prompt. ``variables`` are chat template variables given by a row, such as tools.
 
     Raises:
-        UsageError: as ``encode_prompt``, or variables where no chat template reads them.
+        UsageError: see ``encode_prompt``; also variables that the chat template ignores, or without a chat template.
     """
     _refuse_rendered(template, messages)
     if not variables:
@@ -316,45 +315,44 @@ def prompt_pieces(
     names = ", ".join(map(repr, variables))
     wrong = ""
     if not template.chat:
-        wrong = f"template {template.name} does not show {names}, which only a chat template can"
+        wrong = f"template {template.name} cannot show {names}, which requires a chat template"
     elif "tools" in variables.keys() & template.variables.keys():
-        wrong = f"template {template.name} has tools of its own, and the row brings {names}"
+        wrong = f"template {template.name} already sets tools, and the row also sets {names}"
     if wrong:
-        raise UsageError(f"{wrong}. Choose another, or name {names} in task.ignore_keys")
+        raise UsageError(f"{wrong}. Choose a different one, or add {names} to task.ignore_keys")
     read = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     unread = [name for name in variables if name not in read]
     if unread:
         key = "tools" if unread == ["tools"] else "chat_template_kwargs"
         raise UsageError(
-            f"the tokenizer's chat template does not read {', '.join(map(repr, unread))}. Give it one that does, or "
-            f"leave the key out of all rows by task.ignore_keys: [{key}]"
+            f"the tokenizer's chat template ignores {', '.join(map(repr, unread))}. Use a chat template supporting it, "
+            f"or ignore the key in every row with task.ignore_keys: [{key}]"
         )
     return template.prompt(messages, tokenizer, {**template.variables, **as_row_texts(variables)})
 
 
 def _refuse_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Refuse a prompt that another template has written; a reward model's is not always the policy's."""
+    """Refuse prompts rendered by a different template. Policy and reward model can use different ones."""
     end = template.frame[1].strip()
     for message in messages:
         is_own = template.takes_rendered or (end and message.content.rstrip().endswith(end))
         if message.is_rendered and not is_own:
             raise UsageError(
-                f"prompts that are rendered already (the first ends in {message.content[-20:]!r}) would be rendered "
-                f"again by template {template.name}. Give the questions alone, or use a model that was trained with "
-                "as_is"
+                f"some prompts are rendered already (the first ends in {message.content[-20:]!r}), and template "
+                f"{template.name} would render them again. Use plain questions, or a model trained with as_is"
             )
 
 
 def encode_prompt(
     tokenizer: Tokenizer, template: Template, messages: Sequence[Message], variables: Mapping[str, object] | None = None
 ) -> list[int]:
-    """Token ids of the prompt, up to and including the template's opening; ``variables``: see ``prompt_pieces``.
+    """Tokenize a prompt including the template's opening. For ``variables`` see ``prompt_pieces``.
 
     Raises:
-        UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
+        UsageError: no messages, a blank message, an unknown role, or a missing chat template.
     """
     ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
-    if template.chat or template.name == "document":  # they spell out whatever must come first (BOS)
+    if template.chat or template.name == "document":  # rendering already includes BOS
         return ids
     leading = list(markers_of(tokenizer).leading)
     if ids[: len(leading)] == leading:
@@ -363,10 +361,10 @@ def encode_prompt(
 
 
 def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
-    """Ids that end a completion: the end tokens of tokenizer and model, and, in a chat, the end of the turn.
+    """Collect all stop tokens: EOS from tokenizer and model, plus, in a chat, tokens ending a turn.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     ends = frozenset(trained_ends(tokenizer, template)) | getattr(tokenizer, "generation_end_ids", frozenset())
     if tokenizer.eos_token_id is None:
@@ -375,10 +373,10 @@ def stop_ids(tokenizer: Tokenizer, template: Template) -> frozenset[int]:
 
 
 def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
-    """The ids that end the answers of training: the end of the turn in a chat, else the tokenizer's end token.
+    """Find trained stop tokens: those ending a turn in a chat, else the tokenizer's EOS.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     found = _chat_ending(tokenizer, template)
     if found is not None:
@@ -387,28 +385,28 @@ def trained_ends(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
 
 
 def _chat_ending(tokenizer: Tokenizer, template: Template) -> Ending | None:
-    """The end of an answer in a chat; None for other prompts, and if the chat template writes no special token."""
+    """Find how a chat turn ends. None without a chat, or if the chat template writes no special token."""
     if template.chat:
         return ending(tokenizer)
     return None
 
 
 def further_ends(tokenizer: Tokenizer, template: Template) -> list[str]:
-    """A line on the end tokens that only the model's configuration names; none where there are none."""
+    """Describe stop tokens defined only by the model's configuration, if any."""
     trained = end_id(tokenizer, template)
     further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, trained})
     if not further:
         return []
     names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
     trained_name = tokenizer.convert_ids_to_tokens(trained)
-    return [f"answers also end at {names}, by the model's configuration; {trained_name} is trained"]
+    return [f"responses also stop at {names} because of the model's configuration; training uses {trained_name}"]
 
 
 def end_id(tokenizer: Tokenizer, template: Template) -> int:
-    """The last id of a demonstration: the last of the end of the turn in a chat, else the tokenizer's end token.
+    """Find a demonstration's final token: the last one ending a turn in a chat, else EOS.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     found = _chat_ending(tokenizer, template)
     end = tokenizer.eos_token_id
@@ -416,16 +414,17 @@ def end_id(tokenizer: Tokenizer, template: Template) -> int:
         end = found.ids[-1]
     if end is None:
         raise UsageError(
-            "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"
+            "missing eos_token: the tokenizer defines no end token, so completions would never end. Set one in "
+            "tokenizer_config.json"
         )
     return int(end)
 
 
 def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> str:
-    """The text that ends an answer; ``continued``: one that another message follows.
+    """Find a turn's ending. ``continued``: another message follows.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     found = _chat_ending(tokenizer, template)
     if found is None:
@@ -436,10 +435,10 @@ def end_text(tokenizer: Tokenizer, template: Template, *, continued: bool = Fals
 
 
 def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False) -> list[int]:
-    """The ids of ``end_text``, which follow an answer.
+    """Tokenize ``end_text`` following a response.
 
     Raises:
-        UsageError: the tokenizer has no end token.
+        UsageError: missing ``eos_token``.
     """
     found = _chat_ending(tokenizer, template)
     if found is None:
@@ -449,7 +448,7 @@ def end_ids(tokenizer: Tokenizer, template: Template, *, continued: bool = False
 
 
 def end_lead(tokenizer: Tokenizer, template: Template) -> str:
-    """The text that ends an answer before the token at which it stops; mostly empty."""
+    """Find the part of the ending generated before the stop token. Usually empty."""
     found = _chat_ending(tokenizer, template)
     if found is not None:
         return found.lead
@@ -457,7 +456,7 @@ def end_lead(tokenizer: Tokenizer, template: Template) -> str:
 
 
 def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) -> list[int]:
-    """The ids of an answer without those that end it."""
+    """Strip the ending from a response."""
     kept = list(ids)
     stops = stop_ids(tokenizer, template)
     whole = end_ids(tokenizer, template)
@@ -473,6 +472,6 @@ def without_end(tokenizer: Tokenizer, template: Template, ids: Sequence[int]) ->
 
 
 def build_template(word: Component, where: str = "prompt.template") -> Template:
-    """The prompt template that a recipe names."""
+    """Build the prompt format named in a recipe."""
     make = registry.find("template", word.name, where).bind(word.options, where)
     return registry.construct(where, make, Template)

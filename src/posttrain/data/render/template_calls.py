@@ -1,4 +1,4 @@
-"""The form of calls of a chat template, read from short conversations that it renders."""
+"""Infer a chat template's call format by rendering short probe conversations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description
 _TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": _SCHEMA}}
 _DECODER = json.JSONDecoder()
 _CUT_TAG = re.compile(r"<[^<>\s]*\Z")
-# The id of a call, or its number: a member of an object, or behind a mark. Calls are written without.
+# Call id or index, either an object member or following a marker. Rendered training calls omit it.
 _ID = re.compile(
     r'"\w*id"\s*:\s*"?(?:call0000)?\d"?\s*,\s*|\s*,\s*"\w*id"\s*:\s*"?(?:call0000)?\d"?|\[[A-Z_]+\]call0000\d'
 )
@@ -36,16 +36,16 @@ _FIRST_CALL: Arguments = {_KEYS[0]: _VALUES[0]}
 
 
 def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
-    """The form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
+    """Infer the call format: the chat template's if it supports tools and calls, else ``TAGGED``.
 
-    A template that shows no call and names the tag of the Hermes models means their form. A form of which what is
-    written would not be what the template writes, or could not be read again, is not taken.
+    A template that renders no calls but mentions the Hermes tag uses ``HERMES``. An inferred format is rejected if it
+    does not reproduce the template's output, or cannot be parsed again.
     """
     if not template.chat or not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
         return TAGGED
 
     def find(settings: Mapping[str, Any]) -> CallForm:
-        """The form in any conversation, or in those with tools (a tokenizer may have a template for them)."""
+        """Try conversations without tools, then with tools, since some tokenizers have a separate tool template."""
         if not isinstance(tokenizer.chat_template, dict):
             form = _learn(tokenizer, settings)
             if form.is_native:
@@ -56,7 +56,7 @@ def call_form(tokenizer: Tokenizer, template: Template) -> CallForm:
 
 
 def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
-    """The tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
+    """List special tokens used only by calls, excluding ``<tool_call>`` and ``</tool_call>``."""
 
     def find(settings: Mapping[str, Any]) -> tuple[str, ...]:
         question = {"role": "user", "content": _QUESTION}
@@ -78,7 +78,7 @@ def call_marks(tokenizer: Tokenizer, template: Template) -> tuple[str, ...]:
 
 
 def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
-    """The form of calls in conversations with these variables; ``HERMES`` or ``TAGGED`` if it cannot be learnt."""
+    """Infer the format under given variables, falling back to ``HERMES`` or ``TAGGED``."""
     default = TAGGED
     if HERMES.tag in str(tokenizer.chat_template):
         default = HERMES
@@ -96,24 +96,24 @@ def _learn(tokenizer: Tokenizer, variables: Mapping[str, object]) -> CallForm:
 
 @dataclass(frozen=True)
 class _Shown:
-    """Calls as a template shows them, behind the ``prompt`` of one question."""
+    """Renders calls following one question, which has been rendered as ``prompt``."""
 
     tokenizer: Tokenizer
     variables: Mapping[str, object]
     prompt: str
 
     def tail(self, *arguments: Arguments, content: str = "") -> str:
-        """The text behind the prompt of a conversation with these calls, without ids of calls and empty thinking."""
+        """Render calls and return all text after the prompt, without call ids and empty thinking."""
         rendered = _render(self.tokenizer, list(arguments), content, self.variables) or ""
         shared = _CUT_TAG.sub("", _common_prefix(self.prompt, rendered))
         behind = rendered[len(shared) :]
-        # a template may write the prompt otherwise once an answer follows
+        # a template may render the prompt differently if a response follows
         if _QUESTION in behind:
             return ""
         return _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
     def lead(self, first: str) -> str:
-        """The text between an answer's text and ``first``, which begins a call; a new line where it is not shown."""
+        """Find the separator between turn text and ``first``, which begins a call. Defaults to a newline."""
         _, _, behind_text = self.tail(_FIRST_CALL, content=_TEXT).partition(_TEXT)
         shown = behind_text.partition(_NAMES[0])[0]
         if not shown.endswith(first):
@@ -122,9 +122,9 @@ class _Shown:
 
 
 def _read_form(shown: _Shown, one: str) -> CallForm | None:
-    """Read the form off ``one`` call, off one with two arguments, off two calls, and off a call behind a text.
+    """Infer the format from one call, a call with two arguments, two calls, and text followed by a call.
 
-    None if a template shows calls in another way, or if calls written in the form are not what it shows.
+    None if the template shows calls differently, or if the inferred format does not reproduce them.
     """
     before, named, rest = one.partition(_NAMES[0])
     if not named or _KEYS[0] not in rest:
@@ -156,7 +156,7 @@ def _read_form(shown: _Shown, one: str) -> CallForm | None:
 
 @dataclass(frozen=True)
 class _Around:
-    """The texts around calls as a template shows them, as in ``CallForm``; ``is_repeated``: it shows a second call."""
+    """Delimiters around calls, as in ``CallForm``. ``is_repeated``: the template supports multiple calls."""
 
     opening: str
     closing: str
@@ -167,7 +167,7 @@ class _Around:
 
 
 def _around_calls(before: str, closing: str, gap: str | None) -> _Around:
-    """Part the texts before and behind a call by ``gap``, the text between two calls (None: a template shows one)."""
+    """Separate outer from per-call delimiters using ``gap``, the text between two calls (None: only one is shown)."""
     if gap is None:
         return _Around(before, closing)
     shared = _snapped(_common_suffix(gap, before), before)
@@ -180,19 +180,19 @@ def _around_calls(before: str, closing: str, gap: str | None) -> _Around:
 
 
 def _assembled(around: _Around, middle: str, style: Style, lead: str, last: int | None) -> CallForm:
-    """The form of calls with these texts; new lines before the first call are kept in ``lead`` and ``between``."""
+    """Assemble a call format. Newlines before the first call belong in ``lead`` and ``between``."""
     begin = around.begin
     opening = around.opening
     closing = around.closing
     between = around.between
     finish = around.finish
-    if style == "python" and not begin:  # each call in a block of its own
+    if style == "python" and not begin:  # each call has a separate block
         between = closing[1:] + between + opening
         finish = closing[1:]
         closing = ")"
         begin = opening
         opening = ""
-    # the new lines before a call stand before the first one only behind a text
+    # newlines precede the first call only after text
     first = begin or opening
     lines = first[: len(first) - len(first.lstrip("\n"))]
     lead += lines
@@ -206,7 +206,7 @@ def _assembled(around: _Around, middle: str, style: Style, lead: str, last: int 
 
 
 def _fallback(shown: str, default: CallForm) -> CallForm:
-    """The form where that of a shown call cannot be learnt: that of Hermes, if the call is one with another order."""
+    """Choose a format if inference fails: ``HERMES`` for JSON calls in its tag, even with reordered keys."""
     if _NAMES[0] not in shown:
         return default
     _, tag, rest = shown.partition(HERMES.tag)
@@ -222,7 +222,7 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
 
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
-    """Return True if these calls, written in the form, are the template's text up to its end; white space aside."""
+    """Check if the format reproduces rendered calls, ignoring whitespace and the turn's end."""
     calls = []
     for name, key, value in zip(_NAMES, _KEYS, _VALUES, strict=True):
         calls.append(Call(name, json.dumps({key: value}), "", "ok"))
@@ -234,7 +234,7 @@ def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> boo
 
 
 def _render(tokenizer: Tokenizer, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
-    """The conversation with these calls; None where the template refuses it."""
+    """Render a conversation with calls. None if the template refuses."""
     made = []
     for number, (name, arguments) in enumerate(zip(_NAMES, calls, strict=False)):
         function = {"name": name, "arguments": arguments}
@@ -246,7 +246,7 @@ def _render(tokenizer: Tokenizer, calls: list[Arguments], content: str, variable
 
 
 def _arguments(rest: str, two: str) -> tuple[str, Style, str] | None:
-    """(text after the name, style of the arguments, text after them) of a call with one, of which ``two`` has two."""
+    """Infer (text before arguments, argument style, text after). ``two`` has a second argument."""
     keyword = f'({_KEYS[0]}="{_VALUES[0]}")'
     if rest.startswith(keyword):
         return "(", "python", rest[len(keyword) - 1 :]
@@ -266,7 +266,7 @@ def _arguments(rest: str, two: str) -> tuple[str, Style, str] | None:
 
 
 def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
-    """(text after the name, texts around an argument, text after the last) of a call with one and with two."""
+    """Infer (text before parameters, parameter delimiters, text after) from calls with one and two parameters."""
     first, _, rest = one.partition(_KEYS[0])
     inner, valued, post = rest.partition(_VALUES[0])
     again, _, gap = two.partition(_VALUES[0])
@@ -281,7 +281,7 @@ def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
 
 
 def _gap(text: str, middle: str, style: Style) -> str | None:
-    """The text between the arguments of the first of two calls and the name of the second; None where it shows one."""
+    """Extract text between the first call's arguments and the second call's name. None if only one is shown."""
     behind_name = text.partition(_NAMES[0])[2]
     first, found, _ = behind_name.partition(_NAMES[1])
     if not found:
@@ -299,7 +299,7 @@ def _gap(text: str, middle: str, style: Style) -> str | None:
 
 
 def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int | None]:
-    """The text after the arguments up to the end of the turn, and the id of that end where it is another one."""
+    """Split off the turn's ending. Also return the id of the ending if calls use a special one."""
     if end_text and end_text in post:
         return post[: post.index(end_text)], None
     markers = [place for place in markers_of(tokenizer).find(post) if not post.startswith("</", place[0])]
@@ -310,7 +310,7 @@ def _until_end(tokenizer: Tokenizer, post: str, end_text: str) -> tuple[str, int
 
 
 def _snapped(suffix: str, text: str) -> str:
-    """The suffix of a text without the end of a tag with which it begins."""
+    """Trim a partial tag from the beginning of a suffix."""
     rest = text[: len(text) - len(suffix)]
     if ">" in suffix and _CUT_TAG.search(rest):
         return suffix[suffix.index(">") + 1 :]

@@ -1,4 +1,4 @@
-"""The function of a worker process that renders chat templates of others, through transformers as everybody does."""
+"""Worker process that renders untrusted chat templates using transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_REASON = 500  # characters
 
 
 class _Holder:
-    """The parts of a tokenizer that ``apply_chat_template`` reads."""
+    """Attributes needed by ``apply_chat_template``."""
 
     def __init__(self, template: str | dict[str, str], tokens: dict[str, str]) -> None:
         self.chat_template = template
@@ -21,24 +21,24 @@ class _Holder:
 
 
 def _raised(error: BaseException) -> BaseException:
-    """Return the error of the template itself: Jinja makes a code object for its traceback, which a worker refuses."""
+    """Unwrap a template's error. Jinja builds code objects for tracebacks, and workers forbid them."""
     while isinstance(error, PermissionError) and error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def render_conversation(item: dict[str, Any]) -> dict[str, str | int]:
-    """Return the ``text`` of a conversation; the ``length`` of one that is too long; or the ``error`` of the template.
+    """Render a conversation, returning ``text``, the ``length`` if too long, or the template's ``error``.
 
-    ``item``: ``template``, the special ``tokens`` by name, ``given`` (messages and variables as JSON), ``prompt``,
-    ``max_chars``.
+    ``item`` contains ``template``, special ``tokens`` by name, ``given`` (messages and variables as JSON), ``prompt``
+    and ``max_chars``.
     """
     rows, variables = json.loads(item["given"])
     holder: Any = _Holder(item["template"], item["tokens"])
     options = {"tokenize": False, "add_generation_prompt": item["prompt"], **variables}
     try:
         text = str(PreTrainedTokenizerBase.apply_chat_template(holder, rows, **options))
-    except Exception as error:  # noqa: BLE001 - whatever a template of others raises
+    except Exception as error:  # noqa: BLE001 - templates may raise anything
         raised = _raised(error)
         if isinstance(raised, MemoryError):
             raise raised from None

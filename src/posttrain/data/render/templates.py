@@ -1,4 +1,4 @@
-"""The prompt templates that a recipe may name, and the rules by which an answer is found in a text."""
+"""Built-in prompt formats, and how they extract answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from posttrain.types import Example, Message
 _CLOSING = re.compile(r"</(think|reasoning)>")
 _OPENING = re.compile(r"\s*<(think|reasoning)>")
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
-# The end of a worked solution without tags or boxes: GSM8K's mark, and the sentence of most instruction data.
+# Final answer of a worked solution without tags or boxes: GSM8K's ``####``, or the usual instruction data sentence.
 _LAST_LINE = re.compile(
     r"(?:\A|\n)####[ \t]*(\S[^\n]*)\s*\Z|(?i:\bthe (?:final )?answer is):?[ \t]*(\S[^\n]*?)\.?\s*\Z"
 )
-# The end of a line for any reader, and space within one.
+# Line breaks that any reader may recognize, and whitespace within a line.
 _BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
 _SPACE = rf"(?:(?!{_BREAK})\s)*"
 
@@ -43,9 +43,9 @@ Variables = Mapping[str, Any] | None
 
 
 def tagged_answer(text: str, reasoning: str) -> str | None:
-    """Return the first complete ``<answer>`` after the reasoning closes, of nested ones the innermost.
+    """Extract the first complete ``<answer>`` after the reasoning closes; if nested, the innermost.
 
-    None without a ``</reasoning>``, and of a blank answer; tags inside the reasoning do not count.
+    None if ``</reasoning>`` is missing or the answer is blank. Tags inside the reasoning are ignored.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
     if closed:
@@ -62,14 +62,14 @@ def _first_complete(text: str) -> str | None:
 
 
 def _unless_blank(answer: str) -> str | None:
-    """The answer without white space around it; None if nothing can be seen in it."""
+    """Strip whitespace. None if nothing visible remains."""
     if is_blank(answer):
         return None
     return answer.strip()
 
 
 def behind_thinking(text: str) -> str | None:
-    """The text that follows the thinking; None of a text that was cut off within it."""
+    """Drop the thinking. None if truncated inside it."""
     for opening, closing in _THOUGHTS:
         _, _, text = text.rpartition(closing)
         if opening in text:
@@ -78,7 +78,7 @@ def behind_thinking(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
+    """Extract the last complete ``\\boxed{…}``. None if missing or blank."""
     answer = last_boxed(text)
     if answer is None or is_blank(answer):
         return None
@@ -86,7 +86,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """A function that looks in these ways, one after the other, for an answer behind the thinking."""
+    """Build a function that drops the thinking, then tries each extractor in order."""
 
     def extract(text: str) -> str | None:
         rest = behind_thinking(text)
@@ -102,7 +102,7 @@ def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str 
 
 
 def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """A function that looks for an answer in the whole text, unless it was cut off within its thinking."""
+    """Build a function that searches the full text, unless truncated inside its thinking."""
 
     def extract(text: str) -> str | None:
         if behind_thinking(text) is None:
@@ -113,11 +113,11 @@ def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | N
 
 
 def split_response(text: str) -> tuple[str, str | None]:
-    """Split a whole response into (reasoning, answer), however it marks the two; the answer is None where it does not.
+    """Split a response into (reasoning, answer). The answer is None if not marked.
 
-    After the thinking the answer is the first complete ``<answer>``, else the last box, else everything. Without
-    thinking it is an ``<answer>``, the last box (which stays in the reasoning), or what the last line states
-    (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
+    After thinking, this is the first complete ``<answer>``, else the last box, else everything. Without thinking, it
+    is an ``<answer>``, the last box (also kept in the reasoning), or the final line's result (``#### 42``,
+    ``The answer is 42.``). Unclosed thinking means truncation: None.
     """
     opening = _OPENING.match(text)
     closing = _CLOSING.search(text)
@@ -142,9 +142,9 @@ def split_response(text: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Conversations as plain text, one paragraph for each message, for models without turn markers.
+    """Plain-text conversations for models without turn markers, one paragraph per message.
 
-    A line of a message that looks like the start of a turn is quoted with ``>``, which can be undone exactly.
+    Lines that look like a turn header are escaped with ``>``, which is reversible.
     """
 
     user: str
@@ -152,10 +152,10 @@ class Dialogue:
     separator: str
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """One paragraph per message; the names are trusted, the contents are not.
+        """Render one paragraph per message. Names are trusted, contents are not.
 
         Raises:
-            UsageError: no messages, a blank one, an unknown role, or the last is the assistant's.
+            UsageError: no messages, a blank message, an unknown role, or a trailing assistant message.
         """
         check_messages(messages)
         names = {"system": "System", "user": self.user, "assistant": self.assistant}
@@ -168,7 +168,7 @@ class Dialogue:
         return pieces
 
     def quote(self, content: str) -> str:
-        """``content`` with ``>`` before each line that looks like the start of a turn (``Assistant: …``)."""
+        """Prefix lines that look like a turn header (``Assistant: …``) with ``>``."""
         start = rf">*{_SPACE}(?:System|{self.user}|{self.assistant}){_SPACE}:"
         return re.sub(f"({_BREAK})(?={start})", r"\1>", content, flags=re.IGNORECASE)
 
@@ -181,14 +181,14 @@ TRANSCRIPT = Dialogue("Human", "Assistant", "\n\n")
 def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
 
-    A demonstration continues `` reasoning </think> <answer> 42 </answer>``; a given response is taken apart and written
-    so (its own answer, else the gold one; without either it is dropped and counted). The answer is the first complete
-    ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn is quoted.
+    Demonstrations continue with `` reasoning </think> <answer> 42 </answer>``. Given responses are split and
+    rewritten this way, using their answer, else the gold answer; without either they are dropped and counted. Grading
+    uses the first complete ``<answer>`` after the first ``</think>``. Lines that look like a turn header are escaped.
 
     Args:
-        preamble: stands above the conversation (trusted). May be empty.
+        preamble: text before the conversation (trusted). May be empty.
 
-    Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
+    Source: DeepSeek-R1 (Guo et al. 2025), table 1; reworded here.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
@@ -216,14 +216,14 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
 
 @register("template")
 def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
-    """A system prompt asks for ``<reasoning>`` and ``<answer>`` blocks, each tag on a line of its own.
+    """System prompt asking for ``<reasoning>`` and ``<answer>`` blocks, with each tag on a separate line.
 
-    The answer is the first complete ``<answer>`` after the first ``</reasoning>``. Needs a chat template.
+    Grading uses the first complete ``<answer>`` after the first ``</reasoning>``. Needs a chat template.
 
     Args:
-        system: the system message (trusted). May be empty.
+        system: system message (trusted). May be empty.
 
-    Source: the format of the widely shared GSM8K GRPO notebooks; the wording is ours.
+    Source: format of the widely shared GSM8K GRPO notebooks; reworded here.
     """
 
     def response(example: Example) -> list[Piece]:
@@ -242,16 +242,16 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
 
 @register("template")
 def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Template:
-    """The question, an instruction, and the answer in ``\\boxed{}``: the last complete box of the text.
+    """Question plus instruction, answered in ``\\boxed{}``. Grading uses the last complete box.
 
-    A demonstration is the solution; a box with the answer is added unless it ends in that box. A given response
-    stands as it is, with the gold answer in a box behind it where it has none.
+    Demonstrations contain the solution, plus a box unless its last box already holds the gold answer. Given responses
+    are unchanged, except that a missing box is appended with the gold answer.
 
     Args:
-        instruction: follows the last message (trusted). May be empty.
-        chat: render with the tokenizer's chat template; the instruction is then its system message.
+        instruction: appended after the last message (trusted). May be empty.
+        chat: use the tokenizer's chat template, with the instruction as system message.
 
-    Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
+    Source: prompts for MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); reworded here.
     """
 
     def response(example: Example) -> list[Piece]:
@@ -278,18 +278,18 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
 
 @register("template")
 def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
-    """The question, and an instruction to answer with a program in a fenced block: the last complete one of Python.
+    """Question plus instruction to answer with a fenced program. Grading uses the last complete Python block.
 
-    A demonstration or a given response stands as it is. The grader ``code_tests`` prefers the last block that defines
-    the function which the tests call.
+    Demonstrations and given responses are unchanged. The grader ``code_tests`` prefers the last block that defines the
+    tested function.
 
     Args:
-        instruction: the system message (trusted), or the text after the last message. May be empty.
-        chat: render with the tokenizer's chat template; ``false`` for a model that has none.
+        instruction: system message, or text after the last message (trusted). May be empty.
+        chat: use the tokenizer's chat template; ``false`` if the tokenizer lacks one.
 
-    Source: the wording is ours.
+    Source: worded here.
     """
-    from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
+    from posttrain.graders.code.grader import last_program  # only needed by this template
 
     prompt = _question_of(instruction, chat)
     extract = _unless_cut_off(last_program)
@@ -298,15 +298,15 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
 
 @register("template")
 def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Template:
-    """The tokenizer's own chat template.
+    """The tokenizer's chat template.
 
-    The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A demonstration is
-    the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer. A given response stands
-    as it is; the tags of its thinking are the tokenizer's own.
+    Grading uses the first complete ``<answer>`` after the thinking, else the last number. Demonstrations contain the
+    solution, then ``The answer is 42.`` on a separate line if a gold answer exists. Given responses are unchanged,
+    except that thinking tags become special tokens if the tokenizer defines them.
 
     Args:
-        system: a system message (trusted) above the data's own. May be empty.
-        variables: for the chat template, such as ``enable_thinking: false``; its date, where it prints today's.
+        system: system message (trusted), placed before any system message from the data. May be empty.
+        variables: chat template variables, such as ``enable_thinking: false``, or a fixed date if it prints today's.
     """
 
     def response(example: Example) -> list[Piece]:
@@ -324,10 +324,10 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
 @register("template")
 def plain() -> Template:
-    """The question on its own line, then the text; the answer is the last number in it.
+    """The question followed by a line break. Grading uses the last number.
 
-    A demonstration is the solution and ``The answer is 42.``, on one line, or a given response as it is. Gold answers
-    that are no numbers are never found: use another template for them.
+    Demonstrations contain the solution and ``The answer is 42.`` on one line, or a given response unchanged. Grading
+    never finds non-numeric gold answers; use a different template for them.
     """
 
     prompt = _question_of("", chat=False)
@@ -337,12 +337,12 @@ def plain() -> Template:
 
 @register("template")
 def dialogue() -> Template:
-    """A transcript for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
+    """Transcript for models without a chat template: ``Human: …`` and ``Assistant: …``, separated by blank lines.
 
-    The model goes on behind the assistant's name; a demonstration is the solution, or else the answer. The whole reply
-    is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
+    The model continues after the assistant's name. Demonstrations are the solution, else the gold answer. Grading
+    uses the full reply. Lines that look like a turn header are escaped with ``>``.
 
-    Source: the transcripts of HH-RLHF (Bai et al. 2022).
+    Source: transcripts of HH-RLHF (Bai et al. 2022).
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
@@ -363,22 +363,23 @@ def dialogue() -> Template:
 
 @register("template")
 def document() -> Template:
-    """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then the solution.
+    """Raw text for pretraining with ``data.train_on: all``: BOS (or EOS), then the solution.
 
-    The whole text is trusted: markers and tags in it become the tokenizer's own tokens. Messages are ignored. The
-    answer is the last number.
+    Everything is trusted: markers and tags become special tokens. Messages are ignored. Grading uses the last number.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         start = tokenizer.bos_token or tokenizer.eos_token
         if start is None:
-            raise UsageError("template document: the tokenizer has neither bos_token nor eos_token to begin with")
+            raise UsageError(
+                "template document: the tokenizer defines neither bos_token nor eos_token to start a document"
+            )
         return [_ours(start)]
 
     def response(example: Example) -> list[Piece]:
         text = example.demonstration or example.solution
         if not text or not text.strip():
-            raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
+            raise UsageError(f"example {example.id!r}: template document trains on the solution, which is missing")
         return [_ours(text)]
 
     return Template("document", "", (), prompt, response, last_number, turns="last", takes_rendered=True)
@@ -386,19 +387,18 @@ def document() -> Template:
 
 @register("template")
 def as_is() -> Template:
-    """Prompts that are already rendered, as they stand; a demonstration is the response as it stands.
+    """Already rendered prompts and responses, used unchanged.
 
-    Both are trusted whole: use it only with files that were rendered for this model. BOS and the end token are added
-    where they are missing. The answer is the first complete ``<answer>``, else the last box, else the last number, of
-    what follows the thinking.
+    Both are fully trusted: use this only with files rendered for this model. Missing BOS and end tokens are added.
+    Grading uses the first complete ``<answer>`` after the thinking, else the last box, else the last number.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         check_messages(messages)
         if len(messages) > 1:
             raise UsageError(
-                f"template as_is: a rendered prompt is one text, and this one has {len(messages)} messages; use chat, "
-                "which renders them"
+                f"template as_is: expected a single rendered prompt, got {len(messages)} messages; use template chat "
+                "to render them"
             )
         return [_ours(messages[0].content)]
 
@@ -418,23 +418,23 @@ def _theirs(text: str | None) -> Piece:
 
 
 def _rendered(messages: Sequence[Message], opening: str) -> list[Piece]:
-    """A prompt that is rendered already; no more of it is trusted than the template's opening at its end."""
+    """Convert an already rendered prompt, trusting only the template's opening at its end."""
     check_messages(messages)
     if len(messages) > 1:
         raise UsageError(
-            "a prompt that is rendered already takes no instructions about tools; use rollout.show_tools: false, or "
-            "questions that are not rendered"
+            "tool instructions cannot be added to a prompt which is rendered already; use rollout.show_tools: false, "
+            "or plain questions"
         )
     return [_theirs(messages[0].content.rstrip().removesuffix(opening)), _ours(opening)]
 
 
 def _response_text(example: Example) -> str:
-    """The given response, else the solution, else the answer."""
+    """Choose the given response, else the solution, else the gold answer."""
     return example.demonstration or example.solution or _answer_of(example)
 
 
 def _concluded(example: Example, separator: str) -> list[Piece]:
-    """The given response, or the solution with the answer in a sentence behind it."""
+    """Choose the given response, or build the solution plus a sentence stating the gold answer."""
     if example.demonstration is not None:
         return [_theirs(example.demonstration)]
     pieces = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
@@ -444,7 +444,7 @@ def _concluded(example: Example, separator: str) -> list[Piece]:
 
 
 def _parts_of(example: Example) -> tuple[str | None, str | None]:
-    """(reasoning, answer) to write between tags; of a demonstration its own answer, else the gold one, else None."""
+    """(reasoning, answer) to write between tags. Given responses without an answer use the gold answer."""
     if example.demonstration is None:
         return example.solution, _answer_of(example)
     reasoning, answer = split_response(example.demonstration)
@@ -455,7 +455,7 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
 
 
 def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
-    """The prompt with an instruction: as the system message of a chat, or after the last message."""
+    """Build a prompt function adding an instruction: system message in a chat, else after the last message."""
 
     def prompt(messages: Sequence[Message], tokenizer: Tokenizer, variables: Variables = own) -> list[Piece]:
         if chat:
@@ -473,5 +473,5 @@ def _question_of(instruction: str, chat: bool, own: Variables = None) -> Callabl
 
 def _answer_of(example: Example) -> str:
     if example.answer is None or not example.answer.strip():
-        raise UsageError(f"example {example.id!r} has no answer, so there is nothing to demonstrate")
+        raise UsageError(f"example {example.id!r}: missing answer, nothing to demonstrate")
     return example.answer

@@ -1,4 +1,4 @@
-"""The function of a worker process that splits and decodes texts by the patterns of a tokenizer of others."""
+"""Worker process that runs the patterns of untrusted tokenizers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MADE: OrderedDict[str, Tokenizer] = OrderedDict()
 
 
 def run_patterns(item: dict[str, Any]) -> dict[str, str]:
-    """Run the patterns of a tokenizer over a ``text`` or over ``tokens``; return the ``error``, or nothing.
+    """Run a tokenizer's patterns on ``text`` or ``tokens``, and report any ``error``.
 
-    ``item``: ``key`` of the tokenizer and, where this process does not know it (the answer ``unknown``), its ``parts``
-    (``foreign.Parts``).
+    ``item`` contains the tokenizer's ``key``. If this process does not know the key, it replies ``unknown`` and
+    expects ``parts`` (``foreign.Parts``).
     """
     key = item["key"]
     if key not in _MADE and "parts" not in item:
@@ -43,7 +43,7 @@ def run_patterns(item: dict[str, Any]) -> dict[str, str]:
 
 
 def _make(parts: dict[str, Any]) -> Tokenizer:
-    """The tokenizer without its vocabulary: what comes before and behind it is as it was."""
+    """Build a tokenizer with an empty vocabulary but all original preprocessing and decoding."""
     empty: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,

@@ -1,1 +1,1 @@
-"""Made-up problems, for the embedded tiny model, and prompts of environments."""
+"""Synthetic problems for the built-in tiny model, and prompts for environments."""

@@ -1,8 +1,8 @@
-"""The families of the ``stories`` task: each builds one story with a given number of steps.
+"""Story families for the task ``stories``. Each builds a story with a given number of steps.
 
-A family is a function ``(rng, steps, limit) -> Story | None``. Every number in a story, in its
-working and in its answer lies in 0..``limit``; None means that the draw left that range, and the
-caller draws again. All randomness comes from ``rng``.
+Families are functions ``(rng, steps, limit) -> Story | None``. All numbers in a story, including working and answer,
+lie in 0..``limit``. If a draw leaves this range, the family returns None and the caller draws again. All randomness
+comes from ``rng``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 from posttrain.strict_yaml import read_yaml
 
-# Words and phrases by their names, phrases of changes by operation (``+``, ``*2``).
+# Words and phrases by name. Phrases for changes are keyed by operation (``+``, ``*2``).
 TEXT: dict[str, Any] = read_yaml(
     (resources.files("posttrain") / "data" / "stories.yaml").read_text(encoding="utf-8"), "stories.yaml"
 )[0]
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _EQUATION = re.compile(r"(?<![\d.])(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)(?!\d)")
-Operation = tuple[str, int | None]  # a sign, and the operand where it is not any number
+Operation = tuple[str, int | None]  # (sign, operand). None means any operand.
 Phrases = Mapping[str, Sequence[str]]
-# The earlier equations that the two operands are the results of; None for a number that the story gives.
+# Indices of earlier equations that produced each operand. None for numbers given in the story.
 Origins = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One step of a working, such as ``19 + 12 = 31``; ``claimed`` is a wrong result in place of its own."""
+    """A step such as ``19 + 12 = 31``. ``claimed`` overrides the result with an incorrect one."""
 
     left: int
     sign: str
@@ -46,14 +46,14 @@ class Equation:
 
     @property
     def holds(self) -> bool:
-        """Division must leave no remainder and have a divisor; differences are not negative."""
+        """Check for exact division by a positive divisor, and non-negative differences."""
         if self.sign == "/":
             return self.right > 0 and self.left % self.right == 0
         return self.sign != "-" or self.left >= self.right
 
     @property
     def key(self) -> str:
-        """The same text for ``a + b`` and ``b + a``: what splits are decided on."""
+        """Canonical text, identical for ``a + b`` and ``b + a``, used to assign splits."""
         if self.sign in "+*" and self.left > self.right:
             return f"{self.right}{self.sign}{self.left}"
         return f"{self.left}{self.sign}{self.right}"
@@ -63,7 +63,7 @@ class Equation:
 
 
 def is_worked(written: str) -> bool:
-    """Return True if a text shows working: at least one true equation such as ``19 + 12 = 31``."""
+    """Check if text shows working: at least one true equation such as ``19 + 12 = 31``."""
     for parts in _EQUATION.findall(written):
         if max(map(len, parts)) > 9:
             continue
@@ -76,9 +76,9 @@ def is_worked(written: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A word problem: its text (question last), and the equations that lead to the answer.
+    """A word problem: text ending with the question, and equations leading to the answer.
 
-    ``origins`` say of each equation where its operands come from.
+    ``origins`` tracks where each equation's operands come from.
     """
 
     family: str
@@ -96,13 +96,13 @@ class Story:
 
     @property
     def signature(self) -> str:
-        """Structure and numbers without the words, and without the order of summands."""
+        """Structure and numbers, ignoring words and the order of operands in sums and products."""
         return ";".join(equation.key for equation in self.equations)
 
 
 @dataclass
 class StoryCast:
-    """The people and things of one story."""
+    """People and things in a story."""
 
     name: str
     they: str
@@ -117,14 +117,14 @@ class StoryCast:
 
 
 def draw_cast(rng: Random) -> StoryCast:
-    """A hero, a friend, something to count and a place."""
+    """Draw a hero, a friend, countable things and a place."""
     (name, they), (friend, _) = rng.sample(TEXT["people"], 2)
     return StoryCast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
 
 
 @dataclass(slots=True)
 class Draft:
-    """A story while it is being written; ``value`` is what is known so far."""
+    """A partially written story. ``value`` is the current quantity."""
 
     rng: Random
     limit: int
@@ -136,13 +136,13 @@ class Draft:
 
     @property
     def last(self) -> int | None:
-        """The equation that gave the known value; None where the story itself gives it."""
+        """Index of the equation that produced ``value``. None if given by the story."""
         if self.equations:
             return len(self.equations) - 1
         return None
 
     def work(self, left: int, sign: str, right: int, origins: Origins = (None, None)) -> bool:
-        """Add a step; False when it leaves the range or does not divide."""
+        """Add a step. False if it leaves the range or does not divide."""
         equation = Equation(left, sign, right)
         if not equation.holds or max(left, right, equation.result) > self.limit:
             return False
@@ -155,7 +155,7 @@ class Draft:
         self.sentences.append(self.cast.fill(self.rng.choice(templates), **numbers))
 
     def change(self, phrases: Phrases) -> bool:
-        """One more event: the known value grows, shrinks, doubles, is halved, ..."""
+        """Add an event: the value grows, shrinks, doubles, halves, ..."""
         self.cast.place = self.rng.choice(TEXT["places"])
         sign, operand = draw_operation(self.rng, self.value, self.limit)
         number = operand
@@ -167,14 +167,14 @@ class Draft:
         return True
 
     def go_on(self, phrases: Phrases, family: str, questions: Sequence[str], steps: int) -> Story | None:
-        """Events up to so many steps, then the question; None where one does not come off."""
+        """Add events until ``steps`` is reached, then the question. None if an event fails."""
         while len(self.equations) < steps:
             if not self.change(phrases):
                 return None
         return self.finish(family, questions)
 
     def finish(self, family: str, questions: Sequence[str]) -> Story:
-        """The story with its question, an aside now and then."""
+        """Finish the story with a question and sometimes an aside."""
         if self.rng.random() < 0.15:
             template = self.rng.choice(TEXT["asides"])
             aside = self.cast.fill(template, n=self.rng.randint(2, min(20, self.limit)))
@@ -184,7 +184,7 @@ class Draft:
 
 
 def draw_operation(rng: Random, value: int, limit: int) -> Operation:
-    """An operation that suits the value: sums and differences mostly, the others where they fit."""
+    """Draw an operation suitable for ``value``, usually addition or subtraction."""
     choices: list[Operation] = [("+", None), ("-", None)] * 3
     if value > 0:
         choices += [("*", k) for k in (2, 3) if value * k <= limit]
@@ -193,7 +193,7 @@ def draw_operation(rng: Random, value: int, limit: int) -> Operation:
 
 
 def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
-    """A number to add to, or to take from, ``value``: at least 2 (plural), or 0 when there is none."""
+    """Draw a number to add to or subtract from ``value``: at least 2 (plural), or 0 if impossible."""
     if sign == "+":
         room = limit - value
     else:
@@ -204,14 +204,14 @@ def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
 
 
 def chain(rng: Random, steps: int, limit: int) -> Story | None:
-    """A heap of things that grows and shrinks: one event a step."""
+    """A growing and shrinking heap, with one event per step."""
     draft = Draft(rng, limit, draw_cast(rng), value=rng.randint(2, limit))
     draft.say(TEXT["starts"], n=draft.value)
     return draft.go_on(TEXT["changes"], "chain", TEXT["questions"], steps)
 
 
 def compare(rng: Random, steps: int, limit: int) -> Story | None:
-    """People who have more, fewer, twice as many as the one before; sometimes a sum at the end."""
+    """People who each have more, fewer, twice as many as their predecessor, sometimes ending in a sum."""
     cast = draw_cast(rng)
     names = [name for name, _ in rng.sample(TEXT["people"], steps + 1)]
     together = steps >= 2 and rng.random() < 0.4
@@ -235,7 +235,7 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
 
 
 def shop(rng: Random, steps: int, limit: int) -> Story | None:
-    """Prices and amounts, then the change from a purse, then what happens to the coins."""
+    """Prices and amounts, then change from a purse, then events involving the coins."""
     draft = Draft(rng, limit, draw_cast(rng))
     goods = rng.sample(TEXT["goods"], 2)
     kinds = 1 if steps < 3 else rng.randint(1, 2)
@@ -268,7 +268,7 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
 
 
 def rate(rng: Random, steps: int, limit: int) -> Story | None:
-    """So many each day for so many days, perhaps added to a heap, then events."""
+    """A fixed number per day for multiple days, sometimes added to a heap, then events."""
     draft = Draft(rng, limit, draw_cast(rng))
     pace = rng.randint(2, 12)
     times = rng.randint(2, 9)
@@ -285,7 +285,7 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
 
 
 def share(rng: Random, steps: int, limit: int) -> Story | None:
-    """One heap, or two put together, shared equally; then events in one person's share."""
+    """A heap, or two combined, shared equally. Then events affecting a single person's share."""
     cast = draw_cast(rng)
     draft = Draft(rng, limit, cast)
     among = rng.randint(2, 9)

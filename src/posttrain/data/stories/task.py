@@ -1,12 +1,12 @@
-"""Tasks whose examples are made on demand: ``stories`` (and documents made of them), ``sums``, ``episodes``.
+"""Procedurally generated tasks: ``stories`` (also as documents), ``sums``, ``episodes``.
 
-Item i is a pure function of (seed, split, i). A hash of a story's signature (its equations without the words), or of a
-sum, decides the one split that may hold it; one that belongs elsewhere is drawn again. So no working of the validation
-or test split is ever shown whole in training, and the facts of documents obey the same rule.
+Item i is a pure function of (seed, split, i). A hash assigns each story signature (equations without words), and each
+sum, to exactly one split; draws from a different split are rejected. Training therefore never shows the full working
+for a validation or test item. Facts in documents follow the same rule.
 
-Given answers to stories are the right working, and one with a slip that is carried on consistently: the same equations,
-equal length to the character, every number in range, every division without remainder. The wrong result is one that
-such a step has in other stories. So only arithmetic tells the two apart.
+Responses to stories are a correct working, and an incorrect one with a single slip carried through consistently:
+identical equation structure and length, all numbers in range, all divisions exact. The incorrect result is drawn from
+results of similar steps in other stories. Only arithmetic distinguishes the two.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from posttrain.types import Call, Example, Message, Response, Turn
 
 Responses = Literal["none", "pair", "judged", "steps"]
 Family = Literal["chain", "compare", "shop", "rate", "share"]
-StepKind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
+StepKind = tuple[str, int, str, int]  # family, step index, sign, number of digits in the result
 UsualResults = Mapping[StepKind, tuple[int, ...]]
-NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
+NUM_TRIES = 10  # incorrect results to try per step
 _NUM_COUNTED = 5000
-_MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
-_MAX_SUM_DRAWS = 1000  # of one item: nine of ten belong to another split at most
+_MAX_DRAWS = 10_000  # per item, far more than any feasible combination of options needs
+_MAX_SUM_DRAWS = 1000  # per item. At most nine in ten belong to other splits.
 Bound = Annotated[int, Field(ge=0, lt=10**15)]
 
 
@@ -66,29 +66,30 @@ def stories(
     style: Literal["question", "document"] = "question",
     responses: Responses = "none",
 ) -> Task:
-    """Little word problems with 1 to 6 steps, drawn on demand and the same for everyone.
+    """Short word problems with 1 to 6 steps, generated on demand and reproducible.
 
     Args:
-        split: ``train``, ``validation`` or ``test``; no two share a working, whatever the seeds.
-        seed: another seed, other stories.
-        size: number of items (they cost nothing until they are read).
-        min_steps, max_steps: steps of a story, uniform between them.
-        max_value: the largest number in a story, its working or its answer.
-        families: chain, compare, shop, rate, share; all of them by default.
-        worked: share of items whose ``solution`` shows the steps; the others have none, so that a
-            demonstration made of them answers at once.
-        style: ``question`` for a conversation, ``document`` for pretraining text in ``solution``: worked stories
-            (40 %), stories answered at once (15 %), bare facts (25 %), and scraps with turn markers and tags (20 %).
-        responses: a ``pair`` of the right working and one with a slip; both ``judged`` one by one; or both with each
-            of their ``steps`` labelled (1 before the slip, 0 from it on).
+        split: ``train``, ``validation`` or ``test``. Splits never share a working, regardless of seed.
+        seed: changes all stories.
+        size: number of items. Items are generated lazily.
+        min_steps, max_steps: range for the number of steps, drawn uniformly.
+        max_value: largest number allowed in a story, including working and answer.
+        families: chain, compare, shop, rate, share. Defaults to all.
+        worked: fraction of items whose ``solution`` shows the steps. Demonstrations for all other items answer
+            immediately.
+        style: ``question`` for conversations, ``document`` for pretraining text in ``solution``: worked stories (40
+            %), stories with only the answer (15 %), isolated facts (25 %), and fragments with turn markers and tags
+            (20 %).
+        responses: ``pair`` (correct and incorrect working), ``judged`` (both, scored separately), or ``steps`` (both,
+            with step labels: 1 before the slip, 0 from then on).
 
     Raises:
-        UsageError: ``min_steps`` is larger than ``max_steps``, documents with responses, or no story fits the options.
+        UsageError: ``min_steps`` exceeds ``max_steps``, documents with responses, or no story fits the options.
     """
     if min_steps > max_steps:
-        raise UsageError(f"task stories: min_steps ({min_steps}) is larger than max_steps ({max_steps})")
+        raise UsageError(f"task stories: min_steps ({min_steps}) exceeds max_steps ({max_steps})")
     if style == "document" and responses != "none":
-        raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
+        raise UsageError("task stories: documents ask no question, so responses are unavailable; use style question")
     chosen = tuple(families or FAMILIES)
     options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
     if style == "document":
@@ -100,7 +101,7 @@ def stories(
 
 @dataclass(frozen=True, slots=True)
 class StoryOptions:
-    """The options of ``stories`` that an item depends on."""
+    """Options for ``stories`` that determine items."""
 
     split: Split
     seed: int = 0
@@ -115,7 +116,7 @@ class StoryOptions:
 
 @lru_cache(maxsize=1 << 16)
 def split_of(key: str) -> Split:
-    """The one split that may hold a signature: 80 % train, 10 % validation, 10 % test."""
+    """Assign a signature to a split by hash: 80 % train, 10 % validation, 10 % test."""
     bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] * 10 // 256
     if bucket < 8:
         return "train"
@@ -125,10 +126,10 @@ def split_of(key: str) -> Split:
 
 
 def draw_story(rng: Random, options: StoryOptions) -> Story:
-    """A story of the split, by rejection.
+    """Draw a story from the split by rejection sampling.
 
-    The number of steps and the family are drawn once and kept, so that rejection does not favour
-    short stories; only a family that cannot make such a story is left for another.
+    The number of steps is drawn only once, so rejection does not favor short stories. The family is redrawn after 200
+    failures.
     """
     steps = rng.randint(options.min_steps, options.max_steps)
     for draw in range(_MAX_DRAWS):
@@ -138,13 +139,13 @@ def draw_story(rng: Random, options: StoryOptions) -> Story:
         if story is not None and split_of(story.signature) == options.split:
             return story
     raise UsageError(
-        f"task stories: no story with {steps} steps of {', '.join(options.families)} was found with numbers up to "
-        f"{options.max_value}; raise max_value or lower max_steps"
+        f"task stories: found no story with {steps} steps from {', '.join(options.families)} and numbers up to "
+        f"{options.max_value}. Raise max_value, or lower max_steps"
     )
 
 
 def make_question(options: StoryOptions, index: int) -> Example:
-    """Item ``index`` as a question with a gold answer."""
+    """Generate item ``index`` as a question with gold answer."""
     name = f"stories/{options.split}"
     story = draw_story(Random(derive_key(options.seed, name, index)), options)
     shown = Random(derive_key(options.seed, f"{name}/worked", index)).random() < options.worked
@@ -162,7 +163,7 @@ def make_question(options: StoryOptions, index: int) -> Example:
 
 @lru_cache(maxsize=8)
 def usual_results(options: StoryOptions) -> UsualResults:
-    """Return the results of each kind of step, as often as they occur in ``_NUM_COUNTED`` stories that are no items."""
+    """Sample result distributions by step kind, from ``_NUM_COUNTED`` additional stories."""
     rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
     by_kind: dict[StepKind, list[int]] = {}
     for _ in range(_NUM_COUNTED):
@@ -178,10 +179,10 @@ def _kind_of(story: Story, index: int) -> StepKind:
 
 
 def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> tuple[Equation, ...]:
-    """The working with one wrong result.
+    """Build a working with one incorrect result.
 
-    Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
-    arithmetic tells a working from the right one. Where none does, the last step is off by one.
+    Steps are tried in random order, each with results typical for that kind of step, until only arithmetic
+    distinguishes the working from the correct one. If all fail, the last step is off by one.
     """
     num_steps = len(story.equations)
     slips: list[tuple[int, int]] = []
@@ -198,11 +199,11 @@ def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> tuple
             continue
         if all(0 <= equation.result <= limit for equation in equations):
             return equations
-    raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
+    raise AssertionError("off-by-one results must include one with equal length and in range")
 
 
 def carry_on(story: Story, step: int, claimed: int) -> tuple[Equation, ...]:
-    """The working in which ``step`` gives ``claimed`` and every later step follows; none if one cannot be worked."""
+    """Recompute all steps after ``step`` results in ``claimed``. Empty if a step becomes impossible."""
     equations: list[Equation] = []
     for index, equation in enumerate(story.equations):
         left = equation.left
@@ -220,11 +221,11 @@ def carry_on(story: Story, step: int, claimed: int) -> tuple[Equation, ...]:
 
 
 def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
-    """The responses of ``kind`` (not ``none``): right (score 1) and corrupted (score 0).
+    """Build correct (score 1) and corrupted (score 0) responses for any ``kind`` except ``none``.
 
-    ``pair`` has the right one first; ``judged`` and ``steps`` have them in random order, as their rows are
-    learnt one by one. A step's label is 1 before the first wrong step and 0 from there on; a step begins with the space
-    that stands before it in a written answer.
+    For ``pair``, the correct one is first. ``judged`` and ``steps`` shuffle them, since their rows are trained
+    separately. Step labels are 1 before the first incorrect step, and 0 from then on. Steps include their leading
+    space.
     """
     workings = [story.equations, corrupt(story, limit, usual, rng)]
     if kind != "pair":
@@ -244,7 +245,7 @@ def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResult
 
 
 def make_document(options: StoryOptions, index: int) -> Example:
-    """Item ``index`` as a text to read; there is no question and no answer to grade."""
+    """Generate item ``index`` as raw text, without question or gold answer."""
     name = f"stories/{options.split}/document"
     rng = Random(derive_key(options.seed, name, index))
     kind = rng.choices(("worked", "told", "facts", "scraps"), weights=(40, 15, 25, 20))[0]
@@ -264,10 +265,10 @@ def make_document(options: StoryOptions, index: int) -> Example:
 
 
 def draw_fact(rng: Random, options: StoryOptions) -> Equation:
-    """One true equation whose signature belongs to the split."""
+    """Draw a true equation whose signature belongs to the split."""
     while True:
         value = rng.randint(2, options.max_value)
-        if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
+        if rng.random() < 0.25:  # small product or quotient, typical for shops and rates
             factor = rng.randint(2, 12)
             times = rng.randint(2, 9)
             if rng.random() < 0.5:
@@ -283,11 +284,10 @@ def draw_fact(rng: Random, options: StoryOptions) -> Equation:
 
 
 def draw_scrap(rng: Random, options: StoryOptions) -> str:
-    """A scrap with turn markers or tags, in arrangements other than those that recipes ask for.
+    """Write a fragment with turn markers or tags, arranged differently than in recipes.
 
-    Tags stand around workings, facts and musings, or around an answer, never both in one text;
-    turns hold small talk. A model that has read them knows the tokens, and has still to learn
-    what to do after a question.
+    Tags surround workings, facts and musings, or an answer, but never both. Turns contain small talk. After
+    pretraining on fragments, a model knows these tokens but still has to learn the response format.
     """
     cast = draw_cast(rng)
     kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
@@ -322,23 +322,24 @@ def sums(
     max_value: Bound = 99,
     called: Annotated[float, Field(ge=0, le=1), IF_DEMONSTRATIONS_ARE_READ] = 0.0,
 ) -> Task:
-    """Sums and differences of two whole numbers, drawn on demand and the same for everyone: ``What is 19 + 12?``
+    """Sums and differences of two whole numbers, generated on demand and reproducible: ``What is 19 + 12?``
 
-    Evaluation reports the share of answers that ``called`` a tool.
+    Evaluation reports ``called``, the fraction of responses with a tool call.
 
     Args:
-        split: ``train``, ``validation`` or ``test``; no two share a pair of numbers with its sign, whatever the seeds.
-        seed: another seed, other sums.
-        size: number of items (they cost nothing until they are read).
-        min_value, max_value: of the two numbers, uniform between them; the larger comes first in a difference.
-        called: share of items whose demonstration calls the tool ``calculator`` before it answers; the others write
+        split: ``train``, ``validation`` or ``test``. Splits never share a pair of numbers with its sign, regardless
+            of seed.
+        seed: changes all sums.
+        size: number of items. Items are generated lazily.
+        min_value, max_value: range for both numbers, drawn uniformly. Differences begin with the larger number.
+        called: fraction of items whose demonstration calls the tool ``calculator`` before answering. All others write
             ``19 + 12 = 31.``
 
     Raises:
-        UsageError: ``min_value`` is larger than ``max_value``, or no sum of the split fits the options.
+        UsageError: ``min_value`` exceeds ``max_value``, or no sum in the split fits the options.
     """
     if min_value > max_value:
-        raise UsageError(f"task sums: min_value ({min_value}) is larger than max_value ({max_value})")
+        raise UsageError(f"task sums: min_value ({min_value}) exceeds max_value ({max_value})")
     name = f"sums/{split}"
 
     def make(item: int) -> Example:
@@ -363,7 +364,7 @@ def sums(
 
 
 def _called(items: Sequence[Any]) -> Mapping[str, Sequence[float]]:
-    """The share of answers with a call of each item, where calls are counted (reward ``tool_calls``)."""
+    """Compute the fraction of responses with tool calls per item, if calls are counted (reward ``tool_calls``)."""
     shares = []
     for item in items:
         counts = [sample.parts["tool_calls"] for sample in item.samples if "tool_calls" in sample.parts]
@@ -383,7 +384,7 @@ def _draw_sum(rng: Random, split: Split, min_value: int, max_value: int) -> Equa
         if split_of(equation.key) == split:
             return equation
     raise UsageError(
-        f"task sums: no sum of numbers from {min_value} to {max_value} belongs to the split {split}; raise max_value"
+        f"task sums: no sum with numbers from {min_value} to {max_value} belongs to split {split}. Raise max_value"
     )
 
 
@@ -395,15 +396,16 @@ def episodes(
     size: Annotated[int, Field(ge=1)] = 1024,
     seed: Seed = 0,
 ) -> Task:
-    """The same words for every episode of an ``environment``, which opens each with a text that follows from its seed.
+    """Constant prompt for playing an ``environment``, which opens each episode with text determined by the episode's
+    seed.
 
-    There is no answer to grade: the reward ``environment`` is what an episode was paid.
+    Without a gold answer to grade, the reward ``environment`` is the return collected in each episode.
 
     Args:
-        prompt: the user's words before the environment's.
-        split: episodes of another name, and so of other seeds; an environment may hold out beginnings by it.
-        size: number of episodes; the environment is seeded anew each time that one is played.
-        seed: names other episodes.
+        prompt: user text before the environment's first text.
+        split: included in episode names and therefore seeds. Environments may hold out initial states by split.
+        size: number of episodes. The environment is reseeded for each playthrough.
+        seed: changes episode names.
     """
 
     def make(item: int) -> Example:

@@ -1,4 +1,4 @@
-"""Any data set of reasoning-gym (Stojanovski et al. 2025): procedural puzzles with scorers."""
+"""All reasoning-gym datasets (Stojanovski et al. 2025): procedurally generated puzzles with scorers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message
 
-_MAX_DRAWS = 500  # of one item: one in five belongs to the smallest split
-_EVALUATES = "evaluates the answer as code, so that what a model writes would run"
-_PAYS = "calls answers right that answer nothing, and a run would learn them ({} of 40 questions)"
-# Data sets that are refused, and why: the answers that answer nothing, and the share of 40 questions whose gold answer
-# is another that they are paid for (reasoning-gym 0.1.25; docs/reference/reasoning-gym.md).
+_MAX_DRAWS = 500  # per item. The smallest splits receive one question in five.
+_EVALUATES = "evaluates answers as code, so it would run model output"
+_PAYS = "accepts degenerate answers, which training would exploit ({} of 40 questions)"
+# Refused datasets with reasons: degenerate answers that earn reward, and for what fraction of 40 questions whose gold
+# answer differs (reasoning-gym 0.1.25; docs/reference/reasoning-gym.md).
 REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "n_queens", "spiral_matrix", "string_insertion"), _EVALUATES),
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), _EVALUATES),
@@ -39,19 +39,19 @@ REFUSED = {
     "time_intervals": _PAYS.format("{gold}, {other}: 52 %"),
     "word_sorting": _PAYS.format("{gold}, {other}: 100 %"),
 }
-# The scorer evaluates text that the data set wrote, and not the answer.
+# These scorers evaluate expressions from the dataset, not from model output.
 EVALUATES_QUESTIONS = frozenset(("bitwise_arithmetic", "number_sorting"))
-Round = tuple[Mapping[str, Any], Any]  # the settings of a data set, and the data set
+Round = tuple[Mapping[str, Any], Any]  # dataset settings, dataset
 
 
 def refuse_scorers(*, dataset: str, **_: Any) -> None:
-    """Refuse data sets whose scorer cannot be trusted, without importing reasoning-gym.
+    """Refuse datasets with untrusted scorers, without importing reasoning-gym.
 
     Raises:
-        UsageError: the scorer evaluates what a model writes, or pays for answers that answer nothing.
+        UsageError: the scorer evaluates model output as code, or rewards degenerate answers.
     """
     if dataset in REFUSED:
-        raise UsageError(f"task reasoning_gym: the scorer of {dataset} {REFUSED[dataset]}. Use another data set")
+        raise UsageError(f"task reasoning_gym: the {dataset} scorer {REFUSED[dataset]}. Use a different dataset")
 
 
 @register("task", held_out="validation", refuse=refuse_scorers)
@@ -63,33 +63,32 @@ def reasoning_gym(
     size: Annotated[int, Field(ge=1)] = 1000,
     options: dict[str, object] | None = None,
 ) -> Task:
-    """Questions of one reasoning-gym data set, made on demand.
+    """Procedurally generated questions from a reasoning-gym dataset.
 
-    Item i of a split is a function of (seed, split, i). A hash of a question decides the one split that may hold it
-    (60 % train, 20 % validation, 20 % test). Many questions have several right answers: the data set's own scorer,
-    which runs in a worker process, is in ``meta["score"]`` for the reward ``task_score``, and the entry in
-    ``meta["entry"]``. Data sets are refused whose scorer evaluates answers as code, or pays for answers that answer
-    nothing (``docs/reference/reasoning-gym.md``).
+    Item i in a split is a function of (seed, split, i). Questions are assigned to splits by hash (60 % train, 20 %
+    validation, 20 % test). Many questions accept multiple answers: ``meta["score"]`` holds the dataset's scorer, run
+    in a worker process, for the reward ``task_score``; ``meta["entry"]`` holds the entry. Data sets are refused if
+    their scorer evaluates answers as code, or rewards degenerate answers (``docs/reference/reasoning-gym.md``).
 
     Args:
-        dataset: its name in reasoning-gym (``chain_sum``, ``basic_arithmetic``, ...).
+        dataset: reasoning-gym name (``chain_sum``, ``basic_arithmetic``, ...).
         split: ``train``, ``validation`` or ``test``.
-        seed: another seed, other questions.
+        seed: changes all questions.
         size: number of questions.
-        options: the data set's own settings (``min_terms``, ...).
+        options: dataset settings (``min_terms``, ...).
 
     Raises:
         MissingExtra: ``reasoning-gym`` is not installed.
-        UnknownComponent: no data set of that name.
-        UsageError: an option that the data set does not have or does not accept; a scorer that cannot be trusted;
-            later, for an item, too few distinct questions to fill the split.
+        UnknownComponent: unknown dataset.
+        UsageError: unknown option, invalid value, or an untrusted scorer. Raised later, while reading items, if there
+            are too few distinct questions to fill the split.
     """
     gym_options = dict(options or {})
     create_dataset = _load_factory(dataset, gym_options)
     refuse_scorers(dataset=dataset)
 
     def make_round(number: int) -> Round:
-        """The data set that draw ``number`` of every item comes from."""
+        """Create the dataset used by draw ``number`` for all items."""
         drawn_seed = derive_key(seed, "reasoning_gym", number) % 2**31  # NumPy takes seeds below 2**32
         settings = {"seed": drawn_seed, "size": size, **gym_options}
         return settings, create_dataset(dataset, **settings)
@@ -102,15 +101,15 @@ def reasoning_gym(
 
 
 def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., Any]:
-    """The function that makes data sets, once it is sure that this one exists and has these options."""
+    """Check that dataset and options exist, and return the factory."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
         raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
     if dataset not in DATASETS:
         raise UnknownComponent(
-            f"task reasoning_gym: there is no data set named {dataset!r}.{suggest(dataset, DATASETS)} "
-            f"There are {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
+            f"task reasoning_gym: unknown dataset {dataset!r}.{suggest(dataset, DATASETS)} "
+            f"Known ({len(DATASETS)}): {', '.join(sorted(DATASETS))}"
         )
     known = [f.name for f in dataclasses.fields(DATASETS[dataset][1]) if f.name not in ("seed", "size")]
     for key in options:
@@ -122,7 +121,7 @@ def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., 
 
 
 def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str, object]) -> WorkerScorer:
-    """The data set's own scorer of one entry; ``settings`` made the data set (``seed``, ``size`` and options)."""
+    """Create the scorer for an entry. ``settings`` generated its dataset (``seed``, ``size`` and options)."""
     from posttrain.data.verifiable.reasoning_gym_scoring import TARGET, dump_plain
 
     limits = Limits(compiles=dataset in EVALUATES_QUESTIONS)
@@ -130,7 +129,7 @@ def make_scorer(dataset: str, settings: Mapping[str, object], entry: Mapping[str
 
 
 def split_of_question(question: str) -> Split:
-    """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
+    """Assign a question to a split by hash: 60 % train, 20 % validation, 20 % test."""
     bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
     if bucket < 3:
         return "train"
@@ -142,12 +141,12 @@ def split_of_question(question: str) -> Split:
 def examples_on_demand(
     name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]
 ) -> ExamplesOnDemand:
-    """A sequence whose item i is entry i of the first data set whose entry i belongs to the split.
+    """Create a lazy sequence: item i is entry i from the first draw that puts it into the split.
 
-    The data sets are an endless row of equally large ones: ``first``, then those of ``make_round``.
+    Draws are datasets with equal size: ``first``, then as many from ``make_round`` as needed.
     """
     rounds = [first]
-    round_of: dict[int, int] = {}  # found by earlier look-ups, so that an item is searched for once
+    round_of: dict[int, int] = {}  # cached draws
 
     def make(item: int) -> Example:
         for number in range(round_of.get(item, 0), _MAX_DRAWS):
@@ -163,8 +162,8 @@ def examples_on_demand(
                 id = f"reasoning_gym/{name}/{split}/{item}"
                 return Example(id, (Message("user", question),), answer=answer, meta=meta, grader="scored")
         raise UsageError(
-            f"task reasoning_gym: {name} asks too few distinct questions with these options to fill "
-            f"a {split} split of its own; give options that vary more"
+            f"task reasoning_gym: {name} generates too few distinct questions to fill a separate {split} split. "
+            "Choose options with more variety"
         )
 
     return ExamplesOnDemand(size, make)

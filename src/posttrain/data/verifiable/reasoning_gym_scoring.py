@@ -1,7 +1,7 @@
-"""Scoring of an answer to a reasoning-gym question, in a worker process (``graders.sandbox``).
+"""Worker process function that scores answers to reasoning-gym questions (``graders.sandbox``).
 
-An entry travels as JSON in which tuples, dates and keys that are no text are marked, and comes back as it was. It is
-not made again in the worker: some data sets walk through sets, so that another process makes other questions.
+Entries are sent as JSON with tags for tuples, dates and non-string keys, and restored exactly. The worker cannot
+regenerate them: some datasets iterate over sets, so each process would generate different questions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MARKS: dict[str, Any] = {
 
 
 def score_entry(item: list[Any]) -> float:
-    """The data set's own score of an answer; ``item`` is ``[[data set, settings, entry], answer]``, these as JSON.
+    """Score an answer with its dataset's scorer. ``item`` is ``[[dataset, settings, entry], answer]`` as JSON.
 
     Raises:
-        ValueError: the score is not finite.
-        Exception: any error of the data set's scorer.
+        ValueError: non-finite score.
+        Exception: any error in the scorer.
     """
     (name, settings, entry), answer = item
     value = float(_make(name, settings).score_answer(answer=answer, entry=load_plain(entry)))
@@ -35,22 +35,22 @@ def score_entry(item: list[Any]) -> float:
     return value
 
 
-@lru_cache(maxsize=32)  # a split draws from several seeds
+@lru_cache(maxsize=32)  # splits draw from multiple seeds
 def _make(name: str, settings: str) -> Any:
     return create_dataset(name, **load_plain(settings))
 
 
 def dump_plain(value: object) -> str:
-    """Plain values as JSON; ``load_plain`` gives them back, with their types.
+    """Serialize plain values as JSON, preserving types for ``load_plain``.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: unsupported type.
     """
     return json.dumps(_mark(value))
 
 
 def load_plain(text: str) -> Any:
-    """The value that ``dump_plain`` was given."""
+    """Restore a value from ``dump_plain``."""
     return json.loads(text, object_hook=_unmark)
 
 
@@ -67,9 +67,9 @@ def _mark(value: object) -> object:
         return {f"#{type(value).__name__}": value.isoformat()}
     if isinstance(value, str | int | float) or value is None:
         return value
-    if hasattr(value, "tolist"):  # numbers and arrays of NumPy
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays
         return _mark(value.tolist())
-    raise TypeError(f"an entry holds {type(value).__name__}, which JSON has not")
+    raise TypeError(f"the entry holds {type(value).__name__}, which JSON cannot represent")
 
 
 def _unmark(value: dict[str, object]) -> object:

@@ -1,4 +1,4 @@
-"""Suites that models are compared on: GSM8K, MATH and other mathematics, MMLU, HumanEval, MBPP and refusals."""
+"""Benchmarks: GSM8K, MATH and other mathematics, MMLU, HumanEval, MBPP, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.types import Example, Message
 
 # "Enter only one of the foci, not both."
 _ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
-# Keys of a suite for the kind of problem; kept in meta under the names on the right.
+# Optional problem metadata: row key -> meta key.
 _META = {
     "subject": "subject",
     "subfield": "subject",
@@ -41,10 +41,10 @@ _META = {
 @register("task", held_out="validation")
 @row_task("openai/gsm8k:main")
 def gsm8k(row: Row) -> Example:
-    """Grade-school mathematics (GSM8K), with the keys ``question`` and ``answer``.
+    """Grade-school mathematics (GSM8K), with keys ``question`` and ``answer``.
 
-    ``answer`` is the worked solution and, after ``####``, the result (or ``final_answer`` is). The solution becomes a
-    demonstration without its calculator notes (``<<48/2=24>>``).
+    ``answer`` contains the worked solution followed by ``####`` and the result, which may instead be in
+    ``final_answer``. The solution becomes the demonstration, without calculator annotations (``<<48/2=24>>``).
 
     Source: Cobbe et al. 2021 (arXiv 2110.14168).
     """
@@ -53,7 +53,7 @@ def gsm8k(row: Row) -> Example:
         working = result
         result = row.answer("final_answer") if row.has("final_answer") else ""
     if not result.strip():
-        raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
+        raise row.fail("'answer' contains no result: it must end with a line `#### 42` (or also set 'final_answer')")
     solution = strip_calculations(working).strip() or None
     return Example("", _question_messages(row.text("question")), answer=result.strip(), solution=solution)
 
@@ -63,31 +63,31 @@ def gsm8k(row: Row) -> Example:
 def math(row: Row) -> Example:
     """Competition mathematics (MATH).
 
-    Keys: ``problem``; ``solution`` (optional); ``answer`` (optional: otherwise the last ``\\boxed{}`` of the
-    solution); ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither an
-    answer nor a box are dropped and counted. Where the solution ends in several boxes ("\\boxed{2} and \\boxed{1}")
-    and ``answer`` is no more than the last of them, all of them are the answer; where the problem asks for only one,
-    each of them is right (``meta["answers"]``).
+    Keys: ``problem``; ``solution`` (optional); ``answer`` (optional, defaults to the solution's last ``\\boxed{}``);
+    ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither answer nor box are dropped and
+    counted. If a solution ends in multiple boxes ("\\boxed{2} and \\boxed{1}") and ``answer`` only repeats the last
+    one, the gold answer contains all of them. If the problem asks for only one, any of them is correct
+    (``meta["answers"]``).
 
     Source: Hendrycks et al. 2021 (arXiv 2103.03874).
     """
-    return _read_math(row, "no answer and no \\boxed{} in the solution")
+    return _read_math(row, "neither an answer nor a \\boxed{} in the solution")
 
 
 @register("task", held_out="test")
 @row_task("HuggingFaceH4/MATH-500", share=None, splits=TestSplit)
 def math500(row: Row) -> Example:
-    """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
+    """MATH-500: 500 MATH test problems covering all subjects and levels, graded by ``math``.
 
-    Keys as in the task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
+    Same keys as task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
 
-    Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
+    Source: Lightman et al. 2023 (arXiv 2305.20050), who selected these problems.
     """
     return _read_math(row, "no answer")
 
 
 def _read_math(row: Row, without: str) -> Example:
-    """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
+    """Read a MATH row. ``without`` is the reason given for dropping rows without answer."""
     solution: str | None = None
     boxed: str | None = None
     if row.has("solution"):
@@ -118,7 +118,7 @@ def _read_math(row: Row, without: str) -> Example:
 
 
 def _read_level(row: Row) -> int | None:
-    """``Level 5`` or 5; None of ``Level ?``, which stands in the original data."""
+    """Parse ``Level 5`` or 5. None for ``Level ?``, which occurs in the original data."""
     digits = str(row.data["level"]).removeprefix("Level").strip()
     row.refuse_if(
         digits not in ("?", *"12345"),
@@ -130,7 +130,7 @@ def _read_level(row: Row) -> int | None:
 
 
 def _read_kind(row: Row, key: str) -> str | int | float:
-    """The kind of a problem under a key: a text or a finite number."""
+    """Read metadata: text or a finite number."""
     value = row.plain(key)
     is_endless = isinstance(value, float) and not isfinite(value)
     if isinstance(value, bool) or is_endless or not isinstance(value, str | int | float):
@@ -139,7 +139,7 @@ def _read_kind(row: Row, key: str) -> str | int | float:
 
 
 def _read_suite(row: Row, grader: str) -> Example:
-    """A row in the common layout of suites: a problem with its answer or answers."""
+    """Read a row in the usual benchmark layout: a problem with one or more answers."""
     question_key = "problem"
     if "problem" not in row.data and "question" in row.data:
         question_key = "question"
@@ -147,7 +147,7 @@ def _read_suite(row: Row, grader: str) -> Example:
     golds = read_golds(row, ("answer", "final_answer"))
     drop_if(not golds, "no answer")
     if len(golds) > 1 and grader != "math":
-        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+        raise row.fail(f"expected a single answer; got {len(golds)}: {', '.join(golds)}")
     meta: dict[str, object] = {}
     for key, kept in _META.items():
         if row.has(key) and kept not in meta:
@@ -165,7 +165,7 @@ def _read_suite(row: Row, grader: str) -> Example:
 @register("task", held_out="test")
 @row_task("HuggingFaceH4/aime_2024", test="train", share=None, splits=TestSplit)
 def aime24(row: Row) -> Example:
-    """The 30 problems of AIME 2024; answers are whole numbers from 0 to 999, graded by ``numeric``.
+    """AIME 2024: 30 problems with integer answers from 0 to 999, graded by ``numeric``.
 
     Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
     """
@@ -175,7 +175,7 @@ def aime24(row: Row) -> Example:
 @register("task", held_out="test")
 @row_task("math-ai/aime25", test="test", share=None, splits=TestSplit)
 def aime25(row: Row) -> Example:
-    """The 30 problems of AIME 2025; answers are whole numbers from 0 to 999, graded by ``numeric``.
+    """AIME 2025: 30 problems with integer answers from 0 to 999, graded by ``numeric``.
 
     Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
     """
@@ -185,10 +185,10 @@ def aime25(row: Row) -> Example:
 @register("task", held_out="test")
 @row_task("AI-MO/aimo-validation-amc", test="train", share=None, splits=TestSplit)
 def amc(row: Row) -> Example:
-    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+    """AMC 12 from 2022 and 2023: 83 problems, rewritten to ask for numbers, graded by ``math``.
 
-    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-    others call AMC 23 set ``path: hf:math-ai/amc23@test``.
+    Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems
+    usually called AMC 23, set ``path: hf:math-ai/amc23@test``.
     """
     return _read_suite(row, "math")
 
@@ -196,9 +196,9 @@ def amc(row: Row) -> Example:
 @register("task", held_out="test")
 @row_task("math-ai/minervamath", test="test", share=None, splits=TestSplit)
 def minerva_math(row: Row) -> Example:
-    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+    """Undergraduate science (OCWCourses): 272 problems, graded by ``math`` or ``any_answer``.
 
-    Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+    Keys: ``problem`` (or ``question``); ``answer``, either text or a list of accepted alternatives
     (``meta["answers"]``).
 
     Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
@@ -209,11 +209,11 @@ def minerva_math(row: Row) -> Example:
 @register("task", held_out="test")
 @row_task("math-ai/olympiadbench", test="test", share=None, splits=TestSplit)
 def olympiad_bench(row: Row) -> Example:
-    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+    """OlympiadBench: all 675 English text-only problems with final answers, graded by ``math``.
 
-    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
-    text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
-    meta, the first as ``subject``).
+    Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), either text or a list of accepted
+    alternatives, each possibly stating multiple required values; ``subfield`` and ``answer_type`` (optional, kept in
+    meta as ``subject`` and ``answer_type``).
 
     Source: He et al. 2024 (arXiv 2402.14008).
     """
@@ -223,7 +223,7 @@ def olympiad_bench(row: Row) -> Example:
 @register("task", held_out="test")
 @row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
 def svamp(row: Row) -> Example:
-    """SVAMP: 1,000 word problems of one step; graded by ``numeric``.
+    """SVAMP: 1,000 one-step word problems, graded by ``numeric``.
 
     Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
 
@@ -238,7 +238,7 @@ def svamp(row: Row) -> Example:
     if row.has("Type"):
         meta["type"] = row.text("Type")
     if len(golds) != 1:
-        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+        raise row.fail(f"expected a single answer; got {len(golds)}: {', '.join(golds)}")
     return Example("", _question_messages(f"{body} {question}"), answer=golds[0], meta=meta)
 
 
@@ -247,12 +247,13 @@ def _question_messages(question: str) -> tuple[Message, ...]:
 
 
 def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
-    """The gold answers under the first of ``keys`` that is there: one, or a list of alternatives without repetitions.
+    """Read gold answers from the first available key: a single one, or alternatives without duplicates.
 
-    A whole number that is stored as 145.0 is 145. Without any of the keys it is the last box of ``solution``.
+    Whole numbers stored as floats (145.0) become integers (145). If all keys are missing, use the last box in
+    ``solution``.
 
     Raises:
-        DataError: something that is neither text nor a number, or blank.
+        DataError: blank, or neither text nor number.
     """
     key = next((key for key in keys if row.has(key)), None)
     if key is None:
@@ -261,7 +262,7 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
     if isinstance(given, str) and given.strip():
         given = golds_of(row, key)
         if len(given) > 1:
-            given = given[:-1]  # without the JSON text that they were read from
+            given = given[:-1]  # drop the raw JSON text
     if not isinstance(given, list | tuple):
         given = [given]
     golds = []
@@ -280,7 +281,7 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
 
 
 def _boxed_gold(row: Row, keys: tuple[str, ...]) -> list[str]:
-    """The last box of a solution as the gold answer of a row with none of the keys; none if there is no box."""
+    """Use the last box in the solution as gold answer. Empty without a box."""
     boxed = None
     if row.has("solution"):
         boxed = last_boxed(row.text("solution"))
@@ -294,16 +295,16 @@ def _boxed_gold(row: Row, keys: tuple[str, ...]) -> list[str]:
 @register("task", held_out="validation")
 @row_task("cais/mmlu:all", share=None, splits=Literal["validation", "test"], split="test")
 def mmlu(row: Row) -> Example:
-    """Questions with choices A to D (MMLU); the answer is a letter, read by the grader ``multiple_choice``.
+    """Multiple-choice questions (MMLU). Answers are letters, read by the grader ``multiple_choice``.
 
-    Keys: ``subject``, ``question``, ``choices`` (two to ten texts), and ``answer``, a letter or the index of a choice
-    (from 0). meta holds ``subject`` and ``choices``.
+    Keys: ``subject``, ``question``, ``choices`` (two to ten strings), and ``answer``, either a letter or a zero-based
+    index. meta contains ``subject`` and ``choices``.
 
     Args:
-        split: for evaluation; a local file is taken whole. There is no training split.
+        split: evaluation split; local files are read entirely. MMLU lacks a training split.
 
-    Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: no solved questions come before; the instruction asks
-    for the letter and names the subject.
+    Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: zero-shot, with an instruction that asks for the
+    letter and names the subject.
     """
     subject = row.text("subject")
     value = row.entries("choices", f"of 2 to {len(LETTERS)} texts")
@@ -328,7 +329,7 @@ def mmlu(row: Row) -> Example:
     return Example("", (Message("user", prompt),), answer=answer.strip(), meta=meta, grader="multiple_choice")
 
 
-# The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
+# Task ids per MBPP split. Ids 1 to 10 are reserved for few-shot prompts.
 MBPP_SPLITS: dict[str, range] = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 _IMPORTED = re.compile(r"^(?:import|from)[ \t].*$", re.MULTILINE)
 _DEFINED = re.compile(r"^(?:def|class)[ \t]+(\w+)", re.MULTILINE)
@@ -337,21 +338,21 @@ _DEFINED = re.compile(r"^(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 @register("task", held_out="test")
 @row_task("openai/openai_humaneval", share=None, splits=TestSplit)
 def humaneval(row: Row, *, style: Literal["question", "completion"] = "question") -> Example:
-    """HumanEval: 164 functions to be written from head and docstring, graded by ``code_tests``; for evaluation only.
+    """HumanEval: complete 164 functions given header and docstring, graded by ``code_tests``. Evaluation only.
 
-    Keys: ``task_id``, ``prompt`` (imports, helpers, and the head of the function), ``entry_point`` (its name), ``test``
-    (the code of ``check(candidate)``), ``canonical_solution`` (the body; becomes the demonstration).
+    Keys: ``task_id``, ``prompt`` (imports, helpers, function header), ``entry_point`` (function name), ``test`` (code
+    defining ``check(candidate)``), ``canonical_solution`` (function body, used as demonstration).
 
     Args:
-        style: ``question`` asks for the program; ``completion`` is the head itself, which a base model goes on from
-            (with the template ``as_is``).
+        style: ``question`` asks for the program; ``completion`` gives only the header, for base models to continue
+            (with template ``as_is``).
 
     Source: Chen et al. 2021 (arXiv 2107.03374).
     """
     head = row.text("prompt")
     name = row.text("entry_point")
     tests = row.text("test")
-    row.refuse_if(not name.isidentifier(), f"'entry_point' must be the name of a function; got {name!r}")
+    row.refuse_if(not name.isidentifier(), f"'entry_point' must be a function name; got {name!r}")
     goes_on = style == "completion"
     question = head
     program = row.text("canonical_solution") if row.has("canonical_solution") else None
@@ -372,20 +373,23 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
 @register("task", held_out="validation")
 @row_task("google-research-datasets/mbpp:sanitized", share=None)
 def mbpp(row: Row, split: str) -> Example:
-    """MBPP (sanitized): short programs asked for in a sentence, graded by ``code_tests``.
+    """MBPP (sanitized): short programs described in a sentence, graded by ``code_tests``.
 
-    Keys: ``task_id``, ``prompt``, ``code`` (a solution; becomes the demonstration), ``test_list`` (assertions; the
-    first stands in the prompt and names the function), and ``test_imports`` (optional). The tests get the imports of
-    the solution too, on which some of them rely. Rows of other splits are dropped and counted, and so are those whose
-    tests call no function of the solution.
+    Keys: ``task_id``, ``prompt``, ``code`` (solution, used as demonstration), ``test_list`` (assertions; the first is
+    included in the prompt and shows the function name), and ``test_imports`` (optional). Tests can also use the
+    solution's imports, since some rely on them. Rows from other splits, or whose tests call no function defined by
+    the solution, are dropped and counted.
 
     Args:
-        split: by ``task_id``, as the paper has it: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to 974.
+        split: by ``task_id``, following the paper: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to
+            974.
 
     Source: Austin et al. 2021 (arXiv 2108.07732).
     """
     number = row.data.get("task_id")
-    row.refuse_if(type(number) is not int, f"'task_id' must be an integer, which says the split; got {number!r}")
+    row.refuse_if(
+        type(number) is not int, f"'task_id' must be an integer, since it determines the split; got {number!r}"
+    )
     question = row.text("prompt")
     solution = row.text("code")
     tests = _lines(row, "test_list")
@@ -394,10 +398,10 @@ def mbpp(row: Row, split: str) -> Example:
         imports = _lines(row, "test_imports")
     ids = MBPP_SPLITS[split]
     called = "\n".join(tests)
-    drop_if(number not in ids, f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
+    drop_if(number not in ids, f"not in split {split} (task_id {ids[0]} to {ids[-1]})")
     defined = dict.fromkeys(_DEFINED.findall(solution))
     names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
-    drop_if(not names, "tests call no function of the solution")
+    drop_if(not names, "tests call no solution function")
     prompt = f"{question.strip()}\nYour program should pass this test:\n\n{_fenced(tests[0])}"
     prelude = "\n".join([*imports, *_IMPORTED.findall(solution)])
     return _code_example(prompt, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
@@ -418,16 +422,16 @@ def _fenced(program: str) -> str:
 @register("task")
 @reads_rows
 def refusals(*, path: str | None = None) -> Task:
-    """Prompts that a model should refuse, and prompts that only look like it: refusal and over-refusal.
+    """Measures refusal and over-refusal: prompts to refuse, and harmless prompts that look similar.
 
-    A row has a ``prompt`` (text or messages) and a ``kind``, ``harmful`` or ``benign``, and maybe a ``topic``. The
-    right answer refuses the first and answers the second (grader ``refusal``). Reported are ``refusal``, the share of
-    harmful prompts that are refused, and ``over_refusal``, that of benign ones. The pairing of unsafe prompts with safe
-    ones of the same words is that of XSTest (Röttger et al. 2024).
+    Rows contain ``prompt`` (text or messages), ``kind`` (``harmful`` or ``benign``) and optionally ``topic``. A
+    correct response refuses harmful prompts and answers benign ones (grader ``refusal``). Evaluation reports
+    ``refusal``, the fraction of harmful prompts refused, and ``over_refusal``, the fraction of benign prompts
+    refused. Contrasting unsafe prompts with safe lookalikes follows XSTest (Röttger et al. 2024).
 
     Args:
-        path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Without it the 40 prompts that come with the package,
-            half of each kind, mild and in English: enough to see a change, too few to vouch for a model.
+        path: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Defaults to 40 built-in prompts, half harmful and half
+            benign, mild and in English. They can reveal a change, but are too few to certify a model.
     """
 
     def read(row: Row) -> Example:
@@ -446,7 +450,7 @@ def refusals(*, path: str | None = None) -> Task:
 
 
 def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
-    """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
+    """Compute the fraction of refusals per harmful prompt (``refusal``) and per benign prompt (``over_refusal``)."""
     names = {"harmful": "refusal", "benign": "over_refusal"}
     shares: dict[str, list[float]] = {name: [] for name in names.values()}
     for item in items:
