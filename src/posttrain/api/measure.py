@@ -179,13 +179,10 @@ def evaluate(
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
-        data: rows, a Dataset, a DataFrame, a file, a task name, or a task with options. Default: the run's held-out
-            task.
+        data: rows, a Dataset, a DataFrame, a file, a task name, or a task with options. Default: the run's task.
         limit: maximum number of rows. ``samples``: answers per row. ``k``: values for pass@k.
-        temperature: 0 means greedy. Default: 0 with one answer per row, otherwise 1. Other sampling arguments match
-            the ``eval`` keys.
-        max_tokens: maximum tokens per answer. ``max_tokens`` and ``template`` default to the run's values. Without
-            a run, ``max_tokens`` is 256.
+        temperature: 0 means greedy. Default: 0 with ``samples=1``, otherwise 1. For other options see ``eval`` keys.
+        max_tokens: maximum tokens per answer. Default, as for ``template``: the run's value, otherwise 256.
         best_of: run with a reward model for best-of-n selection. ``progress``: show a progress bar.
         out: output folder. Default: inside the run, or in ``evaluations`` if the model is not a run.
 
@@ -294,7 +291,7 @@ def generate(
     progress: bool = True,
     **others: object,
 ) -> list[Answer]:
-    """Sample answers for each prompt, like ``posttrain generate``.
+    """Sample answers for each prompt, like ``posttrain generate``, grouped by prompt in input order.
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
@@ -303,9 +300,6 @@ def generate(
         min_p, min_tokens, repetition_penalty, stop: see the ``eval`` keys in a recipe.
         max_tokens, template: default to the run's values.
         progress: print the prompt template to stderr if neither the arguments nor a run specify one.
-
-    Returns:
-        Answers grouped by prompt, in input order.
 
     Raises:
         UsageError: an empty prompt, an unusable model, or prompts already rendered with a different template.
