@@ -92,7 +92,7 @@ docs-site: $(DOCS_VENV)/installed ## the site in build/site
 wheel: $(DEV)    ## a wheel in dist
 	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
 
-check: $(DEV)    ## lint, format, types, generated documents, plain words, size budget
+check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff check --no-cache $(wildcard $(CHECKED))
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/mypy
@@ -100,7 +100,6 @@ check: $(DEV)    ## lint, format, types, generated documents, plain words, size 
 	$(BIN)/python tools/write_notebooks.py --check
 	$(BIN)/python tools/write_metrics.py --check
 	$(BIN)/python tools/write_reference.py --check
-	$(BIN)/python tools/plain_words.py
 	$(BIN)/python tools/measure_docs.py
 	$(BIN)/python tools/size_budget.py
 

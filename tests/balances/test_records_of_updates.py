@@ -119,7 +119,7 @@ def test_a_violation_is_told_once_and_stored_each_time(tmp_path: Path, monkeypat
     watched(tmp_path, recipe_of("reinforce"), events)
     told = [one["message"] for one in events.of("notice") if "balance 'advantage'" in one["message"]]
     assert len(told) == 1
-    assert "Likely causes: the baseline is not of the own group" in told[0]
+    assert "Likely causes: the baseline uses a different group" in told[0]
     count, violated = RolloutStore(tmp_path / "rollouts.db", read_only=True).count_updates()
     assert count == 3
     assert violated["advantage"] == [1, 2, 3]

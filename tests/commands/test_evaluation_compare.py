@@ -67,7 +67,7 @@ def test_two_models_are_measured_alike_first(
     assert main(["evaluate", "--compare", "tiny", "copy", *task, "--max-tokens", "6"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("│ tiny") == 1
-    assert "copy and tiny are right equally often, [0.0, 0.0], p = 1, on 12 items" in shown
+    assert "copy and tiny have equal accuracy, [0.0, 0.0], p = 1, on 12 items" in shown
     folder = tmp_path / "evaluations" / "tiny+copy-jsonl-all-plain"
     assert (folder / "comparison.json").is_file()
     settings = [json.loads((folder / name / "results.json").read_text())["settings"] for name in ("tiny", "copy")]
@@ -82,7 +82,7 @@ def test_what_cannot_be_compared(
     assert evaluate("tiny", "--out", "few", "--limit", "5") == 0
     for arguments, message in (
         (["a", "short"], "max_tokens"),
-        (["a", "few"], "alone and 0"),
+        (["a", "few"], "only in A and 0"),
         (["a", "tiny"], "an evaluation, tiny"),
         (["a", "short", "few"], "not 3"),
         (["tiny", "nowhere/at/all", "--task", "stories"], "'nowhere/at/all'"),

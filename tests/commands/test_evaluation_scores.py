@@ -113,7 +113,7 @@ def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> Non
     assert one[0]["settings"]["label"] == "rm@step-000001"
     assert one[0]["settings"]["step"] == 1
     exported = tmp_path / "runs" / "x" / "checkpoints"
-    with refuses(UsageError, "checkpoint in its"):
+    with refuses(UsageError, "checkpoint inside a run"):
         open_reward_model(find_source(str(exported), runs))
     with refuses(UsageError, "tiny:"):
         open_reward_model(find_source("tiny", runs))
@@ -146,5 +146,5 @@ def test_the_files_of_a_run_are_kept(
     )  # before a model is loaded
     before = sorted(path.name for path in (runs / "rm").iterdir())
     assert evaluate(runs, *models, "--task", "stories", "--out", str(runs / "rm")) == 2
-    assert "is the folder" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert sorted(path.name for path in (runs / "rm").iterdir()) == before

@@ -120,7 +120,7 @@ def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> 
     metadata = {"site": "resid.2", "source": "model", "models": [{"model": "tiny", "weights_hash": "0" * 64}]}
     save_sae(SparseAutoencoder(D, 5, kind="l1"), "other-sae", metadata)
     assert main(["sae", "features", "other-sae", "--activations", "runs/sae/activations", "--features", "2"]) == 0
-    note = "the dictionary was trained on another model than the one whose rows these are (tiny)"
+    note = "the dictionary was trained on a different model than these activations (tiny)"
     assert f"note: {note}" in capsys.readouterr().out
     assert f"<li>Mind: {note}.</li>" in Path("other-sae/features-some.html").read_text()
 

@@ -116,7 +116,7 @@ def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--out", "full"]) == 2
-    assert "full holds something" in capsys.readouterr().err
+    assert "full contains something" in capsys.readouterr().err
     assert (tmp_path / "full" / "thesis.txt").read_text() == "all of it"
     assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--dtype", "bfloat16"]) == 0
     assert "was not measured" in capsys.readouterr().out

@@ -172,10 +172,10 @@ def test_a_model_next_to_itself_changes_nothing(root: Path, capsys: pytest.Captu
 def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["tiny", "tiny", "tiny"], "BASE and POST"),
-        (["tiny/sft"], "compares no models"),
+        (["tiny/sft"], "not a comparison recipe"),
         (["tiny", "tiny", "--layer", "9"], "tiny has 4"),
         (["tiny", "tiny", "--site", "mlp"], "`posttrain sae diff --site`"),
-        (["tiny", "tiny", "--changes.prompts", "60000"], "has 50000 examples"),
+        (["tiny", "tiny", "--changes.prompts", "60000"], "has only 50000 examples"),
     ):
         assert main(["sae", "diff", *words, "--runs-dir", str(root), "--quiet"]) == 2
         assert message in capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     assert find_model(Compared(recipe=str(path)), runs, None, True, message.append) == first
     assert [line.partition(": ")[2].partition(",")[0] for line in message] == [
         "no finished run; training one",
-        "a finished run is there",
+        "using finished run",
     ]
     # from the base: another start is another recipe
     assert find_runs(load_recipe(str(path), [("model.name", json.dumps(first))]).resolve(), runs) == (None, None)

@@ -54,7 +54,7 @@ def test_a_trial_counts_as_finished_with_the_same_settings_alone(tmp_path: Path)
 def test_runs_and_models_are_not_overwritten(tmp_path: Path) -> None:
     refuse_other(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with refuses(UsageError, "is the folder"):
+    with refuses(UsageError, "already contains"):
         refuse_other(tmp_path)
 
 
@@ -110,8 +110,8 @@ def test_files_other_settings_keep_their_folder(tmp_path: Path) -> None:
 
 def test_other_kinds_of_results_are_named(tmp_path: Path) -> None:
     kinds = (
-        ({"measured": "pairs"}, r"of a reward model \(pairs\).*`posttrain evaluate RM_A RM_B`"),
-        ({"a": "sft", "b": "tiny"}, r"of --against: sft and tiny.*`posttrain evaluate --compare A B`"),
+        ({"measured": "pairs"}, r"reward-model results \(pairs\).*`posttrain evaluate RM_A RM_B`"),
+        ({"a": "sft", "b": "tiny"}, r"\(--against\) already compare sft and tiny.*`posttrain evaluate --compare A B`"),
     )
     for own, message in kinds:
         content = {"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {}} | own
@@ -136,7 +136,7 @@ def test_results_that_no_evaluation_writes(changes: dict[str, Any], where: str, 
     (tmp_path / "results.json").write_text(json.dumps(content))
     assert read_finished(tmp_path).label == "a"
     (tmp_path / "results.json").write_text(json.dumps(content | changes))
-    with pytest.raises(DataError, match=rf"not the results of an evaluation \({where}: "):
+    with pytest.raises(DataError, match=rf"invalid evaluation results \({where}: "):
         read_finished(tmp_path)
 
 

@@ -109,7 +109,7 @@ def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> No
         ({"question": "\x1b[31m", "index": "\x1b[31m"}, "index"),
     ):
         path.write_text(good + json.dumps(json.loads(good) | changed) + "\n")
-        with pytest.raises(DataError, match=rf"items\.jsonl:2: no item of an evaluation \({where}: ") as refused:
+        with pytest.raises(DataError, match=rf"items\.jsonl:2: not an evaluation item \({where}: ") as refused:
             read_items(path)
         assert "\x1b" not in str(refused.value)
     path.write_text(good + '{"id": "x"}\n' + "[" * 5000)

@@ -44,7 +44,7 @@ def test_words_follow_the_sign() -> None:
         worse.in_words() == f"tuned is worse than base by 90.0 points [{low:.1f}, {high:.1f}], p < 0.001, on 20 items"
     )
     same = compare_items(make_items(A), make_items(A), labels=LABELS, samples=1)
-    assert same.in_words() == "tuned and base are right equally often, [0.0, 0.0], p = 1, on 10 items"
+    assert same.in_words() == "tuned and base have equal accuracy, [0.0, 0.0], p = 1, on 10 items"
 
 
 def test_several_samples_are_compared_by_their_shares() -> None:
@@ -65,14 +65,14 @@ def test_items_without_answers_count_as_wrong_and_ungraded_ones_do_not_count() -
     b = make_items(["r", "r", "u", "r"])
     found = compare_items(a, b, labels=LABELS, samples=1)
     assert found.table == {"both": 1, "only_a": 0, "only_b": 2, "neither": 0}
-    with refuses(UsageError, "nothing was graded"):
+    with refuses(UsageError, "no graded items"):
         compare_items(make_items(["u"]), make_items(["u"]), labels=LABELS, samples=1)
 
 
 def test_other_items_are_refused() -> None:
     with refuses(UsageError, "such as made/1"):
         pair_items(make_items(["r"]), make_items(["r", "r"]))
-    with refuses(UsageError, "have 1 ids"):
+    with refuses(UsageError, "share 1 ids"):
         pair_items(make_items(["r"]), make_items(["r"]) * 2)
     changed = [replace(item, answer="7") for item in make_items(["r"])]
     with refuses(UsageError, "such as made/0"):
@@ -97,12 +97,12 @@ def test_few_items_that_all_differ_alike_may_be_chance() -> None:
         "(McNemar's exact test: p = 0.25), on 3 items"
     )
     assert found.cautions() == [
-        "all 3 items differ by the same amount, so the interval has no width",
-        "3 items are few: below 30 the interval is too narrow; McNemar's exact test holds for few items too",
+        "all 3 items differ by the same amount, so the interval is a point",
+        "only 3 items: below 30 the interval is too narrow; McNemar's exact test remains valid",
     ]
     several = compare_items(make_items(["ww"] * 3), make_items(["rr"] * 3), labels=LABELS, samples=2)
     assert several.in_words().startswith("tuned is better than base by 100.0 points, which may be chance, [")
-    assert several.cautions()[1] == "3 items are few: below 30 the interval is too narrow"
+    assert several.cautions()[1] == "only 3 items: below 30 the interval is too narrow"
 
 
 def test_both_tests_must_say_that_it_is_not_chance() -> None:

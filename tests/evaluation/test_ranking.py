@@ -113,7 +113,7 @@ def test_errors_by_hand() -> None:
 def test_rates_over_nothing_are_left_out() -> None:
     assert score_first_errors([None], [None]) == {"accuracy_correct": 1.0}
     assert score_first_errors([None], [0]) == {"accuracy_erroneous": 0.0}
-    with refuses(ValueError, "no solution"):
+    with refuses(ValueError, "at least one solution"):
         score_first_errors([], [])
 
 

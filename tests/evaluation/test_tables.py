@@ -42,7 +42,7 @@ def test_what_one_row_lacks_is_a_dash_and_what_all_lack_no_column() -> None:
 def test_nothing_graded_is_no_accuracy_of_zero() -> None:
     row = ResultsRow("m", "plain", "free/test", UNGRADED)
     assert results_table([row]).lines == [["m", "plain", "–", "–", "50.0%", "–", "4.0%", "18"]]
-    assert "nothing was graded" in notes_on([row], {})[0]
+    assert "not graded" in notes_on([row], {})[0]
 
 
 def test_what_a_reader_must_know() -> None:
@@ -51,21 +51,21 @@ def test_what_a_reader_must_know() -> None:
     }  # fmt: skip
     notes = notes_on([ResultsRow("m", None, "x/test", bad)], {"x/test": {"no answer": 2, "too long": 0}})
     assert notes == [
-        "x/test · m: items without a gold answer: 10; they do not count in accuracy",
-        "x/test · m: prompts that do not fit into the model's context: 3; they count as wrong",
-        "x/test · m: 2.0% of the gradings were stopped or crashed",
-        "x/test · m: 31.0% of the answers were cut off; --max-tokens lets them grow longer",
-        "x/test · m: 10.0% of the answers could not be scored; they are chosen last",
-        "x/test: left out of the data: 2 no answer",
+        "x/test · m: 10 items without a gold answer are excluded from accuracy",
+        "x/test · m: 3 prompts exceed the model's context and count as wrong",
+        "x/test · m: 2.0% of answers: grading timed out or crashed",
+        "x/test · m: 31.0% of answers were truncated; raise --max-tokens",
+        "x/test · m: 10.0% of answers could not be scored and rank last",
+        "x/test: dropped rows: 2 no answer",
     ]
 
 
 def test_each_limit_is_reported_with_what_moves_it() -> None:
     played = RESULTS | {"truncated": 0.5, "out_of_turns": 0.25, "tool_failed": 0.125}
     assert notes_on([ResultsRow("m", None, "x/test", played)], {}) == [
-        "x/test · m: 12.5% of the answers were cut off; --max-tokens lets them grow longer",
-        "x/test · m: 25.0% of the answers came to the limit of turns (rollout.max_turns)",
-        "x/test · m: 12.5% of the answers ended as tools were too slow (rollout.tool_seconds)",
+        "x/test · m: 12.5% of answers were truncated; raise --max-tokens",
+        "x/test · m: 25.0% of answers reached the turn limit (rollout.max_turns)",
+        "x/test · m: 12.5% of answers ended by a tool timeout (rollout.tool_seconds)",
     ]
 
 
@@ -84,8 +84,8 @@ def test_the_page_of_one_evaluation() -> None:
     page = write_page(make_evaluation(), settings, {"versions": {"python": "3.11", "peft": None}})
     assert page.startswith("# made/test: tiny\n")
     assert "| tiny | boxed | 40.0% |" in page
-    assert "- made/test · tiny · boxed: prompts that do not fit into the model's context: 1;" in page
-    assert "- made/test: left out of the data: 2 bad" in page
+    assert "- made/test · tiny · boxed: 1 prompts exceed the model's context" in page
+    assert "- made/test: dropped rows: 2 bad" in page
     assert "## By level" in page
     assert "| 1 | 2 | 50.0% |" in page
     assert "- template: name boxed, preamble x" in page

@@ -42,7 +42,7 @@ def test_count_trained_whole_file_counts_the_training_part(file: dict[str, Any])
     assert found == {"trained_rows": len(trained.examples)}
     row = ResultsRow("x", None, "jsonl/all", {"n": 200.0, "truncated": 0.0} | found)
     assert notes_on([row], {}) == [
-        f"jsonl/all · x: {len(trained.examples)} of 200 rows were in the training data of this run"
+        f"jsonl/all · x: {len(trained.examples)} of 200 rows also appear in this run's training data"
     ]
 
 

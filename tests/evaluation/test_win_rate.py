@@ -76,7 +76,7 @@ def test_answers_meet_by_their_item() -> None:
         (0, ["1"], ["3"]),
         (2, ["1", "2"], ["5"]),
     ]
-    with refuses(ValueError, "both models answered"):
+    with refuses(ValueError, "no items answered by both"):
         measure_wins([], by_text)
 
 
@@ -97,7 +97,7 @@ def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
 def test_a_vocabulary_that_lacks_a_token_is_refused(tiny_random) -> None:
     large, small = tiny_random("qwen3"), tiny_random("qwen3", vocab_size=290)
     answers = [answer(0, ids=[7, 8])]
-    with refuses(UsageError, "the other's 290"):
+    with refuses(UsageError, "second model's 290"):
         measure_answer_kl(answers, Forward(large, 1.0), Forward(small, 1.0))
 
 

@@ -70,7 +70,7 @@ def test_mistakes_are_named(key: str, value: str, message: str) -> None:
 def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
     with refuses(UnknownComponent, "batchtopk"):
         load_diff_recipe(["tiny", "tiny"], [("changes.dictionary", "batchtop")]).resolve()
-    with refuses(RecipeError, "compares no models"):
+    with refuses(RecipeError, "not a comparison recipe"):
         load_diff_recipe(["tiny/sft"])
     path = tmp_path / "r.yaml"
     path.write_text("base: tiny\nchanges:\n  site: resid.2\n  seeds: none\n")

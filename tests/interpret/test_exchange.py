@@ -55,7 +55,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 
 def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with refuses(DataError, "no such file"):
+    with refuses(DataError, "missing file"):
         load_sae(tmp_path)
     for changes, message in (
         ({"architecture": "gated"}, "'standard'"),
@@ -65,7 +65,7 @@ def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"d_in": 7}, "cfg.json"),
         ({"d_in": -1}, "d_in: "),
         ({"k": [4]}, "k: "),
-        ({"architecture": "topk"}, "topk dictionary needs"),
+        ({"architecture": "topk"}, "required for topk"),
         ({"metadata": "x"}, "metadata: "),
         ({"metadata": {"models": [1]}}, "metadata.models.0: "),
     ):

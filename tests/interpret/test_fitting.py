@@ -61,7 +61,7 @@ def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:
     rows = StoreRows(paired, source="base")
     assert [first_held_out(rows, held_out, 4) for held_out in (1, 7, 8, 18, 19)] == [23, 23, 12, 12, 11]
     assert first_held_out(TensorRows(X), 7, 4) == 23
-    with refuses(UsageError, "activations, of which", "batch of 4"):
+    with refuses(UsageError, "held out (eval.rows)", "batch of 4"):
         first_held_out(TensorRows(X), 28, 4)
 
 
@@ -70,7 +70,7 @@ def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
     read = {s: StoreRows(paired, "resid.2", s).gather(chosen) for s in ("base", "post", "difference")}
     assert torch.equal(read["base"], X[chosen])
     assert torch.equal(read["difference"], (X * 2)[chosen])
-    with refuses(UsageError, "which; these activations"):
+    with refuses(UsageError, "required; available"):
         StoreRows(paired)
     with refuses(UsageError, "'model'"):
         StoreRows(paired, None, "model")
@@ -210,5 +210,5 @@ def test_recover_first_tokens_and_outliers_stay(tiny_random: Callable[..., Any])
     assert recover(model, exact(64), "resid.1", DOCUMENTS[:1])["ce_zero"] == approx(expected, rel=1e-5)
     found = recover(model, exact(64), "resid.1", DOCUMENTS, limit=1e-6)
     assert found["ce_zero"] == found["ce"]
-    with refuses(UsageError, "document of two"):
+    with refuses(UsageError, "at least 2 tokens"):
         recover(model, exact(64), "resid.1", [[3]])

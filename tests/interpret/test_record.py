@@ -281,7 +281,7 @@ def test_read_documents_texts_of_a_file_of_rows(small_tokenizer: Any, tmp_path: 
     with refuses(DataError, "a.jsonl:2", "'text'", "'texr'"):
         read_documents(small_tokenizer, text=str(path), context_tokens=1000)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
-    with refuses(DataError, "no UTF-8 text"):
+    with refuses(DataError, "not UTF-8 text"):
         read_documents(small_tokenizer, text=str(tmp_path / "b.txt"), context_tokens=1000)
 
 
@@ -365,8 +365,8 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
         ([*layer, "--text", "none.txt", "--task.n", "5"], "task or template"),
         ([*layer, "--rollouts", "none"], "none"),
         ([*layer, "--taks", "x"], "--taks"),
-        ([*layer, "--context-tokens", "5000", "--text", "long.txt"], "into the model"),
-        (["none", "--export-pt", "x"], "recorded activations here"),
+        ([*layer, "--context-tokens", "5000", "--text", "long.txt"], "truncate it first"),
+        (["none", "--export-pt", "x"], "no recorded activations"),
         (["none", "--import-pt", "resid.2"], "give --out"),
     ):
         assert message in refused(capsys, *arguments), arguments

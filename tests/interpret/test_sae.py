@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over(tmp_path: Path) -> None:
     assert state_of(again) == state_of(whole)
     for folder in (tmp_path / "cut" / "checkpoints").glob("step-*"):
         (folder / "state.ckpt").write_bytes(b"")
-    with refuses(CheckpointError, "the checkpoints verifies"):
+    with refuses(CheckpointError, "all checkpoints failed verification"):
         train(tmp_path / "cut", recipe(), resume=True)
 
 
@@ -195,7 +195,7 @@ def test_a_state_that_is_none_is_refused(content: object, tmp_path: Path) -> Non
         else:
             torch.save(content, folder / "state.ckpt")
         seal_again(folder)
-    with pytest.raises(CheckpointError, match=r"state.ckpt: no state of a training"):
+    with pytest.raises(CheckpointError, match=r"state.ckpt: not a training state"):
         train(tmp_path, recipe(), resume=True)
 
 

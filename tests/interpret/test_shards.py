@@ -104,7 +104,7 @@ def test_store_that_is_no_finished_recording_is_refused(tmp_path: Path) -> None:
     with refuses(DataError, "index.json"):
         ActivationStore(tmp_path)
     StoreWriter(tmp_path / "begun", index_of({"resid.2": 4}), Documents(DOCUMENTS))
-    with refuses(DataError, "interrupted; the same"):
+    with refuses(DataError, "repeat the same command to resume"):
         ActivationStore(tmp_path / "begun")
     for content in ('{"format": 1}', "{", "[]", ""):
         (tmp_path / "index.json").write_text(content)
@@ -143,10 +143,10 @@ def test_store_an_index_that_no_recording_writes_is_refused(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("shard-00000", lambda tensors: tensors.pop("tokens"), "the shape nothing"),
-        ("shard-00000", lambda tensors: tensors.update(position=tensors["position"][:1]), "position has the"),
-        ("shard-00000", lambda tensors: tensors.update(document=tensors["document"] + 3), "of another document"),
-        ("documents", lambda tensors: tensors.update(offsets=tensors["offsets"].flip(0)), "follow one another"),
+        ("shard-00000", lambda tensors: tensors.pop("tokens"), "tokens has shape nothing"),
+        ("shard-00000", lambda tensors: tensors.update(position=tensors["position"][:1]), "position has shape"),
+        ("shard-00000", lambda tensors: tensors.update(document=tensors["document"] + 3), "document outside the"),
+        ("documents", lambda tensors: tensors.update(offsets=tensors["offsets"].flip(0)), "offsets are inconsistent"),
     ],
 )
 def test_store_tensors_that_no_recording_writes_are_refused(file: str, change, message: str, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_what_cannot_be_steered(tiny_random: Callable[..., Any], tmp_path: Path)
         (sae, "resid.3", {1: 1.0}, "model has 2"),
         (sae, "resid.1", {100: 1.0}, "100: this dictionary"),
         (sae, "resid.1", {-1: None}, "feature -1"),
-        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "32; this model"),
+        (SparseAutoencoder(32, 10, kind="l1"), "resid.1", {1: 1.0}, "32, but this model"),
     ):
         with refuses(UsageError, message):
             Steering(model, made, site, change)

@@ -1,1 +1,3 @@
-"""The pure maths: objectives, advantages, aggregation, correction, selection, KL control; no model, file or device."""
+"""Pure mathematics: objectives, advantages, aggregation, correction, selection, KL control. No models, files or
+devices.
+"""

@@ -1,19 +1,20 @@
-"""Advantages per completion, relative to the others of its prompt, per turn or per token. Pure.
+"""Advantages: per completion (relative to other samples of the same prompt), per turn, per token, or per reward part.
+Pure.
 
-Per completion: from rewards of one optimizer batch ``float64 [N, G]`` (N prompts, G samples each) to the same shape.
+Per completion: maps rewards from one optimizer batch, ``float64 [N, G]`` (N prompts, G samples each), to the same
+shape.
 
-Per turn (``level="turn"``): from the rewards of one group by turn, ``float64 [G, K]`` (K turns at most; a KL penalty
-included), with the mask ``bool [G, K]`` of turns that were taken, to ``[G, K]``.
+Per turn (``level="turn"``): maps one group's rewards by turn, ``float64 [G, K]`` (up to K turns, KL penalty included),
+and a mask of completed turns, ``bool [G, K]``, to ``[G, K]``.
 
-Per token (``level="token"``): from one optimizer batch in float64: rewards ``[B, T]`` (at each token, a KL penalty
+Per token (``level="token"``): takes one optimizer batch in float64: rewards ``[B, T]`` (per token, KL penalty
 included), mask ``bool [B, T]``, values ``[B, T]`` (of the state *before* each token) and final_values ``[B]`` (of the
-state after the last trained token where the completion was cut off and not rewarded, else 0). The result is
-``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Trained tokens need not be contiguous: a step leads
-from one trained token to the next of its row; tokens between (such as a tool's answer) have no step, discount or
-reward.
+state after the last trained token if the completion was truncated and unrewarded, else 0). Returns ``(advantages,
+returns)``, both ``[B, T]`` and 0 outside the mask. Trained tokens may be non-contiguous: a time step leads from one
+trained token to the next. Tokens in between, such as tool output, have no step, discount or reward.
 
-Per part (``level="parts"``): from the unweighted parts of the rewards of one batch ``float64 [B, K]`` (NaN where a part
-has no value), their weights ``[K]`` and the number of each answer's prompt ``int64 [B]``, to ``[B]``.
+Per part (``level="parts"``): maps unweighted reward parts ``float64 [B, K]`` (NaN if missing), weights ``[K]`` and
+prompt numbers ``int64 [B]`` to ``[B]``.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ def raw(rewards: Rewards) -> Rewards:
 def centered(rewards: Rewards) -> Rewards:
     """``A_i = r_i − mean(r)`` over the group.
 
-    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2): no division by
-    the standard deviation. The other half of Dr. GRPO is ``aggregate: constant``.
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783, section 3.2): no division by
+    standard deviation. Dr. GRPO also uses ``aggregate: constant``.
 
-    What goes wrong: Groups in which all answers have the same reward give no gradient. Watch ``uniform_groups``;
-    take larger groups or easier problems.
+    What goes wrong: Groups with identical rewards give no gradient. Watch ``uniform_groups``; use larger groups or
+    easier problems.
     """
     return rewards - rewards.mean(dim=1, keepdim=True)
 
 
 @register("advantage", min_group=2)
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """``A_i = r_i − mean of the other G − 1 rewards``, which is ``G / (G − 1)`` × ``centered``.
+    """``A_i = r_i − mean of the other G − 1 rewards``, which equals ``G / (G − 1)`` × ``centered``.
 
-    RLOO (Ahmadian et al. 2024, "Back to basics" (arXiv 2402.14740); Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+    RLOO (Ahmadian et al. 2024, "Back to basics", arXiv 2402.14740; Kool et al. 2019, "Buy 4 REINFORCE samples, get a
     baseline for free!").
 
-    What goes wrong: A group of one has no others to compare with and is refused. With several updates a batch there
-    is no importance ratio; use ``grpo`` for those.
+    What goes wrong: Groups of one have no baseline and are refused. There is no importance ratio for multiple updates
+    per batch; use ``grpo`` for those.
     """
     group = rewards.shape[1]
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (group / (group - 1))
@@ -81,34 +82,33 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 def normalized(rewards: Rewards, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4) -> Rewards:
     """``A_i = (r_i − mean(r)) / (std(r) + ε)`` over the group, std with ddof = 1.
 
-    GRPO (Shao et al. 2024, section 4.1.2). A group of equal rewards gets zeros. The paper leaves ε
-    and the ddof open; both are as in the common implementations.
+    GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). Groups with identical rewards get zeros. The paper
+    specifies neither ε nor ddof; both follow common implementations.
 
-    What goes wrong: In groups without a correct answer small differences, such as format, are scaled up to full
-    size. ``centered`` does not scale them.
+    What goes wrong: In groups without a correct answer, small differences such as format are scaled up to full size.
+    ``centered`` avoids this.
 
     Args:
-        epsilon: ε, in units of the reward.
+        epsilon: ε, in reward units.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     std = rewards.std(dim=1, keepdim=True, correction=1)
-    # not `std > 0`: the mean of equal rewards may differ from them in the last bit
+    # not `std > 0`: the mean of equal rewards may differ from them by rounding
     varies = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
     return torch.where(varies, centred / (std + epsilon), torch.zeros_like(centred))
 
 
 @register("advantage", min_group=2, wants_positive=True, scale_free=True)
 def mean_scaled(rewards: Rewards) -> Rewards:
-    """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 where no sample is rewarded.
+    """``A_i = (r_i − mean(r)) / mean(r)`` over the group; 0 if no sample is rewarded.
 
-    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710): for rewards in {0, 1}
-    the mean of the score function over the K right samples of G (eq. 9), minus its mean over all G as
-    a control variate (eq. 10): weights ``1/K − 1/G`` and ``−1/G``, which are ``A_i / G`` here. Where
-    nothing was right both are dropped (algorithm 1). With success probability p the expected gradient
-    is ``∇p · Σ_{k<G} (1 − p)^(k − 1)``, which approaches ``∇ log p`` as the group grows. Rewards must
-    not be negative.
+    MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710). For rewards in {0, 1}:
+    mean score function over K correct samples out of G (eq. 9), minus its mean over all G as a control variate (eq.
+    10). The weights ``1/K − 1/G`` and ``−1/G`` equal ``A_i / G`` here. Groups without correct samples are dropped
+    (algorithm 1). With success probability p, the expected gradient is ``∇p · Σ_{k<G} (1 − p)^(k − 1)``, which
+    approaches ``∇ log p`` as G grows. Rewards must not be negative.
 
-    What goes wrong: The scale is derived for rewards of 0 and 1. Partial credit makes every group weigh alike.
+    What goes wrong: Scaling assumes rewards of 0 and 1. Partial credit makes all groups weigh alike.
 
     Raises:
         ValueError: a negative reward.
@@ -130,14 +130,14 @@ def batch_normalized(
 ) -> Rewards:
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
-    REINFORCE++ (Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global
-    normalization", arXiv 2501.03262): one mean and one standard deviation (ddof = 0) over the whole rollout batch.
-    ``center: group`` subtracts each group's mean first (the paper's variant with baseline). The paper
-    subtracts a k1 penalty per token before normalizing; ``return_to_go`` with ``kl_in_reward`` does.
+    REINFORCE++ (Hu et al. 2025, "REINFORCE++: stabilizing critic-free policy optimization with global normalization",
+    arXiv 2501.03262): a single mean and standard deviation (ddof = 0) over the whole rollout batch. ``center: group``
+    subtracts group means first (the paper's variant with baseline). The paper also subtracts a k1 penalty per token
+    before normalizing; for that, use ``return_to_go`` with ``kl_in_reward``.
 
     Args:
-        center: what the baseline is the mean of.
-        epsilon: ε, in units of the reward.
+        center: what the baseline averages over.
+        epsilon: ε, in reward units.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True) if center == "group" else rewards.clone()
     centred = centred - centred.mean()
@@ -149,21 +149,21 @@ def batch_normalized(
 def gdpo(
     parts: RewardParts, weights: PartWeights, group: Tensor, *, epsilon: Annotated[float, Range(ge=0)] = 1e-4
 ) -> Rows:
-    """Each part of the reward is normalized within its group, then their weighted sum over the whole batch.
+    """Normalize each reward part within its group, then whiten their weighted sum over the batch.
 
     ``A_{i,k} = (r_{i,k} − mean_k) / (std_k + ε)`` over the group, ``S_i = Σ_k w_k A_{i,k}``, and
-    ``A_i = (S_i − mean(S)) / (std(S) + ε)`` over the answers of the batch.
+    ``A_i = (S_i − mean(S)) / (std(S) + ε)`` over all answers in the batch.
 
     GDPO (Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization", arXiv 2601.05242, section
-    3). The sum of rewards hides which of them an answer has: (1, 0) and (0, 1) are equal for ``normalized``. Both
-    standard deviations have ddof = 1, and each answer counts once, whatever its length.
+    3). Summed rewards hide which parts were earned: ``normalized`` treats (1, 0) and (0, 1) alike. Both standard
+    deviations use ddof = 1, and each answer counts once regardless of length.
 
-    Where a part has no value (NaN), the answer takes no part in its mean and std, and the part adds nothing to S. An
-    answer without any value has A = 0 and does not count in the batch. Parts that are equal within a group add exactly
-    0, and an answer with S = 0 keeps A = 0: the mean of S is 0 but for rounding.
+    Missing parts (NaN) are excluded from group mean and std and add nothing to S. Answers without any part get A = 0
+    and do not count in batch statistics. Parts that are constant within a group add exactly 0, and answers with S = 0
+    keep A = 0, since mean(S) is 0 up to rounding.
 
-    What goes wrong: In a group where a part differs by very little, the difference is scaled up to full size. Watch
-    ``reward/NAME`` of each part; a part with a small weight may decide the update once the others are learned.
+    What goes wrong: If a part varies only slightly within a group, the difference is scaled up to full size. Watch
+    ``reward/NAME`` for each part; once others are learned, a low-weight part may dominate updates.
 
     Args:
         epsilon: ε, in units of a part and of S.
@@ -181,7 +181,7 @@ def gdpo(
 
 
 def _normalized_columns(parts: RewardParts, epsilon: float) -> RewardParts:
-    """``(r − mean) / (std + ε)`` of each column over its values; 0 without a value, or where all values are equal."""
+    """Column-wise ``(r − mean) / (std + ε)`` over available values. 0 if missing or if all values are equal."""
     known = ~parts.isnan()
     counts = known.sum(dim=0)
     centred = parts - parts.nanmean(dim=0)
@@ -200,18 +200,18 @@ def turn_normalized(
     gamma: Annotated[Share, IF_SEVERAL_TURNS] = 1.0,
     epsilon: Annotated[float, Range(ge=0)] = 1e-4,
 ) -> Turns:
-    """Return from a turn on, normalized over the completions of the group that have this turn.
+    """Return from a turn on, normalized over group members that reached this turn.
 
     ``R_{i,k} = Σ_{j ≥ k} γ^(j − k) r_{i,j}`` and ``A_{i,k} = (R_{i,k} − mean_k) / (std_k + ε)``, with mean and std
-    (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not
-    paid for what was before it, as in GRPO with process supervision (Shao et al. 2024, section 4.1.3), where rewards
-    are normalized before they are summed. Returns are normalized instead, as over the steps of one anchor state in
-    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", arXiv 2505.10978); here the
-    turn's number stands for the state. With one turn it is ``normalized``.
+    (ddof = 1) over completions i that have a turn k; 0 if only one does, or all returns are equal. Turns get no
+    credit for earlier rewards, as in GRPO with process supervision (Shao et al. 2024, section 4.1.3), which
+    normalizes rewards before summing. Here returns are normalized instead, as for steps sharing an anchor state in
+    GiGPO (Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", arXiv 2505.10978), with turn
+    numbers as states. With a single turn this equals ``normalized``.
 
     Args:
         gamma: γ, per turn.
-        epsilon: ε, in units of the reward.
+        epsilon: ε, in reward units.
     """
     advantages, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for k in range(rewards.shape[1] - 1, -1, -1):
@@ -233,28 +233,27 @@ def gae(
     whiten: bool = True,
     bootstrap: bool = False,
 ) -> tuple[Tokens, Tokens]:
-    """Generalized advantage estimation: TD errors, summed with weights that fall off.
+    """Generalized advantage estimation: exponentially weighted sum of TD errors.
 
-    ``δ_t = r_t + γ V_{t+1} − V_t`` and ``A_t = δ_t + γ λ A_{t+1}``; the return is ``A_t + V_t`` before
-    whitening. After the last token V is 0: an answer that was scored is over, also one that was cut off.
+    ``δ_t = r_t + γ V_{t+1} − V_t`` and ``A_t = δ_t + γ λ A_{t+1}``; the return is ``A_t + V_t``, before whitening. V
+    is 0 after the final token: scored answers are terminal, even if truncated.
 
-    Schulman et al. (2016), "High-dimensional continuous control using generalized advantage
-    estimation" (arXiv 1506.02438), eq. 16; with a finite horizon as in PPO (2017), eq. 11–12. λ = 1 is return − V,
-    λ = 0 the TD error.
+    Schulman et al. (2016), "High-dimensional continuous control using generalized advantage estimation" (arXiv
+    1506.02438), eq. 16; with finite horizon as in PPO (2017), eq. 11–12. λ = 1 gives return − V, λ = 0 the TD error.
 
-    What goes wrong: A critic that starts from nothing gives advantages that are noise. Watch
-    ``value_explained_variance``; give the head a larger learning rate (``head.lr_ratio``).
+    What goes wrong: An untrained critic produces noisy advantages. Watch ``value_explained_variance``; raise the
+    head's learning rate (``head.lr_ratio``).
 
     Args:
         gamma: γ, per trained token.
         gae_lambda: λ.
-        whiten: advantages with mean 0 and standard deviation 1 over all trained tokens of the batch.
-        bootstrap: an answer that was cut off is not paid its score (its KL penalty it still pays): the value of the
-            state behind it stands for that. For rewards that mean nothing at a cut; with every answer cut off nothing
-            but the critic says what an answer is worth.
+        whiten: normalize advantages to mean 0 and standard deviation 1 over all trained tokens in the batch.
+        bootstrap: replace a truncated answer's score with the critic's value of the state following it (KL penalties
+            still apply). Use it for rewards that are meaningless when truncated. If every answer is truncated, only
+            the critic judges answers.
 
     Raises:
-        ValueError: a reward at a token that is not trained.
+        ValueError: a reward at an untrained token.
     """
     _check(rewards, mask)
     advantages = torch.zeros_like(rewards)
@@ -275,28 +274,27 @@ def gae(
 def return_to_go(
     rewards: Tokens, mask: Mask, values: Tokens, final_values: Rows, *, gamma: Share = 1.0, whiten: bool = True
 ) -> tuple[Tokens, Tokens]:
-    """Return from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``; no value function.
+    """Return from this token on: ``A_t = Σ_{i ≥ t} γ^(i − t) r_i``, without value function.
 
-    REINFORCE++ (Hu et al. 2025) with γ = 1: the reward minus β times the k1 penalties of this token and
-    all later ones (``kl_in_reward``), normalized over the whole batch. A completion that was cut off is
-    not bootstrapped: there is no value to do it with.
+    REINFORCE++ (Hu et al. 2025) with γ = 1: reward minus β times k1 penalties from this token on (``kl_in_reward``),
+    normalized over the whole batch. Truncated completions are not bootstrapped, since no value exists.
 
     Args:
         gamma: γ, per trained token.
-        whiten: advantages with mean 0 and standard deviation 1 over all trained tokens of the batch.
+        whiten: normalize advantages to mean 0 and standard deviation 1 over all trained tokens in the batch.
 
     Raises:
-        ValueError: a reward at a token that is not trained.
+        ValueError: a reward at an untrained token.
     """
-    zeros = torch.zeros_like(rewards)  # without values, and with λ = 1, gae sums the rewards
+    zeros = torch.zeros_like(rewards)  # with zero values and λ = 1, gae sums rewards
     return gae(rewards, mask, zeros, torch.zeros_like(final_values), gamma=gamma, gae_lambda=1.0, whiten=whiten)
 
 
 def whitened(values: Tokens, mask: Mask) -> Tokens:
-    """``(x − mean) / (std + 1e-8)`` over all trained tokens of the batch together, 0 elsewhere.
+    """``(x − mean) / (std + 1e-8)`` over all trained tokens in the batch, 0 elsewhere.
 
-    The standard deviation is that of these tokens (ddof = 0), so that the result has standard deviation
-    1. Equal values give 0, also where rounding makes their mean another number.
+    Uses ddof = 0, so that the result has standard deviation 1. Constant inputs give exactly 0, even if their mean is
+    rounded.
     """
     trained = values[mask]
     if trained.numel() == 0 or bool(trained.amax() - trained.amin() == 0):

@@ -1,11 +1,10 @@
-"""Aggregations: weights for the sum that is the loss, over the whole optimizer batch. Pure.
+"""Aggregations: weights for summing the loss over a whole optimizer batch. Pure.
 
-Loss = ``(values * weights).sum()``; nothing else divides. Each aggregation takes the mask of the whole
-optimizer batch, before it is split into micro-batches, so the split cannot change the gradient.
+Loss = ``(values * weights).sum()``; nothing else divides. Aggregations see the mask for the entire optimizer batch
+before it is split into micro-batches, so splitting cannot change gradients.
 
-mask ``bool [B, T]`` → weights ``float64 [B, T]``, 0 outside the mask (``unit_mean``: ``[U]``).
-A row without any trained token gets no weight and does not count; sources refuse and count such
-rows before they come here, so that nothing is hidden.
+mask ``bool [B, T]`` → weights ``float64 [B, T]``, 0 outside the mask (``unit_mean``: ``[U]``). Fully masked rows get
+no weight and do not count; sources refuse and count such rows earlier, so nothing is hidden.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def token_mean(mask: Mask) -> Weights:
 
 @register("aggregation", level="token")
 def sequence_mean(mask: Mask) -> Weights:
-    """``1 / (B · |o_i|)``: the mean over each sequence, then over sequences.
+    """``1 / (B · |o_i|)``: mean over each sequence, then over sequences.
 
-    GRPO as published (Shao et al. 2024, eq. 3). Short wrong answers weigh more per token than
-    long ones: the length bias that ``constant`` and ``token_mean`` avoid.
+    GRPO as published (Shao et al. 2024, arXiv 2402.03300, eq. 3). Short wrong answers weigh more per token than long
+    ones: the length bias that ``constant`` and ``token_mean`` avoid.
 
     What goes wrong: Long wrong answers cost less per token. ``constant`` and ``token_mean`` avoid this.
     """
@@ -51,10 +50,10 @@ def sequence_mean(mask: Mask) -> Weights:
 
 @register("aggregation", level="token")
 def constant(mask: Mask, *, length: Annotated[int, Range(ge=1)]) -> Weights:
-    """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, section 3.2).
+    """``1 / (B · L)`` with a constant length L: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2).
 
-    What goes wrong: The constant sets the size of the gradient. If you change ``rollout.max_tokens`` and not the
-    constant, you change the learning rate.
+    What goes wrong: L scales the gradient. If you change ``rollout.max_tokens`` without adjusting L, the effective
+    learning rate changes.
 
     Args:
         length: L in tokens, usually the generation limit.
@@ -64,7 +63,7 @@ def constant(mask: Mask, *, length: Annotated[int, Range(ge=1)]) -> Weights:
 
 @register("aggregation", level="unit")
 def unit_mean(mask: Mask) -> UnitWeights:
-    """``1 / U`` per unit: pairs or rows, for objectives that give one number each.
+    """``1 / U`` per unit: pairs or rows, for objectives returning one value per unit.
 
     ``mask`` has one row per unit; each unit has at least one trained token.
     """

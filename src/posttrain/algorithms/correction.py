@@ -1,14 +1,13 @@
-"""Corrections for a sampler that is not the trainer: weights from their probabilities. Pure.
+"""Corrections for sampler-trainer mismatch: importance weights. Pure.
 
-The engine that drew the tokens (μ) and the trainer that learns from them (π_old) give the same weights
-other probabilities: other kernels, other precision, older weights. Each correction takes
-``log_ratio = log π_old(a_t) − log μ(a_t)`` and the mask, both ``[B, T]``, and returns weights ``[B, T]``
-that multiply the values of any token objective: detached, 0 or more, and 1 where the mask is False.
-Log-ratios are clamped to ±20 per token and per sum before the exponential; NaN stays NaN, and the loop
-refuses it.
+With identical weights, the sampling engine (μ) and the trainer (π_old) still assign different probabilities:
+different kernels, precision, or older weights. Corrections take ``log_ratio = log π_old(a_t) − log μ(a_t)`` and the
+mask, both ``[B, T]``, and return weights ``[B, T]`` that multiply any token objective: detached, nonnegative, and 1
+where the mask is False. Log-ratios are clamped to ±20 per token and per sum before exponentiating. NaN stays NaN and
+is refused by the training loop.
 
-A weight of 0 drops a token or a row, but it stays in the denominator of the aggregation. The weight multiplies all that
-the objective says about a token: with PPO its value loss, with regularizers the KL and the entropy bonus, too.
+Weight 0 drops a token or row, but keeps it in the aggregation's denominator. Weights multiply everything the objective
+computes for a token: with PPO also its value loss, with regularizers also KL and entropy bonus.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Mask = Bool[Tensor, "B T"]
 def token_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0) -> Tokens:
     """Truncated importance sampling per token: ``w_t = min(π_old(a_t) / μ(a_t), C)``.
 
-    Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training". The
-    published text leaves C open; 2 is the default of verl and of TRL's recipe. Low variance, but
-    biased: the states are still the sampler's.
+    Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training". The published text
+    leaves C open; verl and TRL's recipe default to 2. Low variance but biased: states still follow the sampler's
+    distribution.
 
     Args:
         cap: C.
@@ -46,8 +45,8 @@ def token_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_SAMP
 def sequence_tis(log_ratio: Tokens, mask: Mask, *, cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0) -> Tokens:
     """Truncated importance sampling per sequence: ``w = min(Π_t π_old(a_t) / μ(a_t), C)`` at every token.
 
-    Liu et al. (2025), "When speed kills stability"; verl's "Seq-TIS", whose default C is 2. Unbiased
-    without the cap, but the variance grows with the length, and long sequences fall to 0 or to the cap.
+    Liu et al. (2025), "When speed kills stability"; verl's "Seq-TIS", whose default C is 2. Unbiased without cap, but
+    variance grows with length, and long sequences end up at 0 or at the cap.
 
     Args:
         cap: C.
@@ -63,10 +62,10 @@ def icepop(
     low: Annotated[float, Range(ge=0), IF_SAMPLER_DIFFERS] = 0.5,
     high: Annotated[Positive, IF_SAMPLER_DIFFERS] = 5.0,
 ) -> Tokens:
-    """The token's ratio where it lies in [α, β], else 0: ``w_t = k · 1[α ≤ k ≤ β]``, k = π_old / μ.
+    """Token ratio if within [α, β], else 0: ``w_t = k · 1[α ≤ k ≤ β]``, k = π_old / μ.
 
-    IcePop (Ling Team 2025, "Every step evolves"; the Ring-1T report). The range is the one in use in
-    public reimplementations (0.5 and 5.0); the accepted tokens keep their ratio.
+    IcePop (Ling Team 2025, "Every step evolves", the Ring-1T report). Default range follows public reimplementations
+    (0.5 and 5.0); accepted tokens keep their ratio.
 
     Args:
         low, high: α and β.
@@ -86,17 +85,17 @@ def geometric_mask(
     weigh: Annotated[Literal["none", "token", "sequence"], IF_SAMPLER_IS_WEIGHED] = "none",
     cap: Annotated[Positive, IF_SAMPLER_REACHES_CAP] = 2.0,
 ) -> Tokens:
-    """Drops rows that are unlikely under the trainer: 1 where ``low ≤ exp(mean_t log ratio) ≤ high``, else 0.
+    """Drop rows that are unlikely under the trainer: 1 if ``low ≤ exp(mean_t log ratio) ≤ high``, else 0.
 
-    The geometric mean of the token ratios does not depend on the length, so that long answers are not
-    dropped for being long. Liu et al. (2025), "When speed kills stability", part 3; verl's "Geo-RS". The
-    range is that of verl's example scripts; its presets have 0.999 to 1.001.
+    A geometric mean of token ratios is independent of length, so long answers are not penalized. Liu et al. (2025),
+    "When speed kills stability", part 3; verl's "Geo-RS". Default range follows verl's example scripts; its presets
+    use 0.999 to 1.001.
 
     Args:
-        low, high: the accepted range of the geometric mean. The sampler's own tokens are likelier under
-            the sampler, so the mean lies below 1: the lower bound is the one that acts.
-        weigh: what the accepted rows are weighed by: nothing, ``token_tis`` or ``sequence_tis``.
-        cap: C of these.
+        low, high: accepted range for the geometric mean. Sampled tokens are likelier under the sampler, so this mean
+            is usually below 1: the lower bound matters.
+        weigh: additional weight for accepted rows: none, ``token_tis`` or ``sequence_tis``.
+        cap: C for these.
     """
     mean = primitives.row_mean(_clamped(log_ratio, mask), mask).exp()[:, None]
     weights = torch.ones_like(log_ratio)
@@ -110,7 +109,7 @@ def geometric_mask(
 
 
 def _clamped(log_ratio: Tokens, mask: Mask) -> Tokens:
-    """The log-ratio at trained tokens, within ±20; 0 elsewhere."""
+    """Log-ratio at trained tokens, clamped to ±20; 0 elsewhere."""
     detached = log_ratio.detach()
     return primitives.log_ratio(detached, torch.zeros_like(detached), mask)
 

@@ -1,4 +1,4 @@
-"""A controller that keeps the KL to the reference near a target. Pure."""
+"""Controller that keeps KL to the reference near a target. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ MAX_ERROR = 0.2
 
 
 def adapt_kl_weight(weight: float, observed_kl: float, target: float, *, num_samples: int, horizon: int) -> float:
-    """The weight of the KL penalty for the next batch: larger where the KL was above its target.
+    """Update the KL penalty weight for the next batch: larger if KL exceeded its target.
 
     ``e = clip(KL / KL_target − 1, −0.2, 0.2)`` and ``β' = β · (1 + e · n / horizon)``
 
     Ziegler et al. (2019), "Fine-tuning language models from human preferences" (arXiv 1909.08593), section 2.2: a
-    proportional controller in log space. With gain n / horizon, as in the code that the paper came with,
-    the speed of adaptation per completion does not depend on the batch size.
+    proportional controller in log space. Gain n / horizon, as in the paper's code, makes adaptation per completion
+    independent of batch size.
 
     Args:
-        weight: β of the batch that was observed.
-        observed_kl: its mean KL per completion in nats; an estimate may be negative.
+        weight: β for the observed batch.
+        observed_kl: mean KL per completion in nats; estimates may be negative.
         target: KL_target, in the same unit.
-        num_samples: n, completions in the batch.
-        horizon: completions after which a lasting error of 20 % has changed β by a factor of e^0.2.
+        num_samples: n, completions per batch.
+        horizon: completions after which a persistent error of 20 % changes β by a factor of e^0.2.
 
     Raises:
-        ValueError: a target or horizon that is not positive, a horizon so short that β could become 0, or a
-            KL that is not finite.
+        ValueError: nonpositive target or horizon, a horizon so short that β could become 0, or non-finite KL.
     """
     if not (target > 0 and math.isfinite(target)):
         raise ValueError(f"the KL target must be positive, not {target}")

@@ -1,14 +1,14 @@
-"""Masks: tokens whose term of the policy is left out of an update, chosen over the whole optimizer batch. Pure.
+"""Token masks for the policy term, computed over a whole optimizer batch. Pure.
 
-A mask is called once before the first micro-batch, with detached numbers of all rows, so that neither micro-batches nor
-processes change it. Its positional parameters are batch fields by name, ``[B, T]``: ``policy_logprobs`` and
-``policy_entropy`` are of the weights before this update, ``sampler_logprobs`` of the sampler; ``mask`` is ``bool
-[B, T]``, True where trained. It returns ``bool [B, T]``, True of the tokens that keep their term.
+Masks are called once before the first micro-batch, with detached values for all rows, so micro-batches and processes
+cannot change them. Positional parameters name batch fields ``[B, T]``: ``policy_logprobs`` and ``policy_entropy`` use
+weights before this update, ``sampler_logprobs`` come from the sampler; ``mask`` is ``bool [B, T]``, True if trained.
+Returns ``bool [B, T]``, True for tokens that keep their policy term.
 
-What a mask takes out is the objective's own value. A KL or an entropy bonus of ``regularize`` is still taken at every
-token. ``divisor`` in a recipe says what the means of the loss divide by: all tokens and rows, or those that are kept.
+Masking only removes the objective's own value. KL and entropy terms from ``regularize`` still apply to every token. In
+recipes, ``divisor`` selects the loss denominator: all tokens and rows, or kept ones only.
 
-The choices by covariance, for the objectives ``clip_cov`` and ``kl_cov``, and the ranks of ``aot`` are here, too.
+Also contains covariance-based selections for ``clip_cov`` and ``kl_cov``, and rank matching for ``aot``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def off_policy_sequence(
     *,
     threshold: Annotated[float, Range(ge=0), IF_SEQUENCES_DRIFT] = 1e-4,
 ) -> Mask:
-    """Leaves out answers with a negative advantage that have become unlikely under the policy.
+    """Mask answers with negative advantage that have become unlikely under the policy.
 
     ``M_i = 0`` if ``A_i < 0`` and ``mean_t(log μ(a_t) − log π(a_t)) > δ``, else 1, with μ the sampler.
 
     DeepSeek-AI (2025), "DeepSeek-V3.2" (arXiv 2512.02556), section 3.1, off-policy sequence masking. The model learns
-    from its own mistakes, and not from those that it would not make. δ is not printed; 1e-4 is slime's default.
-    In the paper the masked answers stay in the denominator (``divisor: all``).
+    from its current mistakes, not from ones it would no longer make. The paper does not print δ; slime defaults to
+    1e-4. Masked answers stay in the paper's denominator (``divisor: all``).
 
-    With advantages per token, a token is left out if its own is negative.
+    With per-token advantages, tokens are masked according to their own sign.
 
-    What goes wrong: With a δ below the mismatch of sampler and trainer, all wrong answers are left out. Watch
-    ``masked_tokens`` next to ``kl_sampler``.
+    What goes wrong: If δ is below the sampler-trainer mismatch, all wrong answers are masked. Watch ``masked_tokens``
+    and ``kl_sampler``.
 
     Args:
         threshold: δ, in nats per token.
@@ -60,22 +60,22 @@ def off_policy_sequence(
 def top_entropy(
     policy_entropy: Tokens, mask: Mask, *, share: Annotated[float, Range(gt=0, le=1), IF_SOME_ARE_LEFT_OUT] = 0.2
 ) -> Mask:
-    """Keeps the tokens with the highest entropy: those at which the answer could take another course.
+    """Keep only high-entropy tokens, where the answer could branch.
 
-    ``m_t = 1`` if ``H_t ≥ q``, where q is the ``1 − ρ`` quantile (interpolated linearly) of the entropies of all
-    trained tokens of the optimizer batch, else 0.
+    ``m_t = 1`` if ``H_t ≥ q``, else 0, where q is the ``1 − ρ`` quantile (linearly interpolated) of entropies over all
+    trained tokens in the optimizer batch.
 
-    Wang et al. (2025), "Beyond the 80/20 rule: high-entropy minority tokens drive effective reinforcement learning for
-    LLM reasoning" (arXiv 2506.01939), section 5; ρ is 0.2 there. In the paper all tokens stay in the denominator
+    Wang et al. (2025), "Beyond the 80/20 rule: high-entropy minority tokens drive effective reinforcement learning
+    for LLM reasoning" (arXiv 2506.01939), section 5, with ρ = 0.2. All tokens stay in the paper's denominator
     (``divisor: all``).
 
-    Departure: the paper's quantile is over a micro-batch; here it is over the whole optimizer batch, as in TRL across
-    processes, so that no split changes it.
+    Departure: the paper computes quantiles per micro-batch. Here they cover the whole optimizer batch, as in TRL
+    across processes, so splitting cannot change them.
 
-    What goes wrong: In short answers to easy problems a fifth of the tokens may be one token. Raise ``share``.
+    What goes wrong: In short answers to easy problems, a fifth of all tokens may be a single token. Raise ``share``.
 
     Args:
-        share: ρ, the share of the tokens that are kept.
+        share: ρ, the fraction of tokens to keep.
     """
     entropies = policy_entropy[mask].double().sort().values
     if len(entropies) == 0:
@@ -91,7 +91,7 @@ def token_covariance(policy_logprobs: Tokens, advantages: Tokens, mask: Mask) ->
     """``(A_t − mean A) · (log π_t − mean log π)`` over all trained tokens, float64 ``[B, T]``; 0 elsewhere.
 
     Cui et al. (2025), "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv
-    2505.22617), section 4.2: its mean is the covariance by which a step of the policy gradient lowers the entropy.
+    2505.22617), section 4.2: its mean is the covariance through which policy gradient steps lower entropy.
     """
     if not bool(mask.any()):
         return torch.zeros_like(advantages, dtype=torch.float64)
@@ -118,14 +118,14 @@ def draw_in_range(covariance: Tokens, eligible: Mask, draws: Tokens, number: int
 
 
 def largest(covariance: Tokens, mask: Mask, number: int) -> Mask:
-    """``bool [B, T]``: the ``number`` trained tokens with the largest covariance; of equal ones the first."""
+    """Select ``number`` trained tokens with largest covariance, as ``bool [B, T]``. Ties go to earlier tokens."""
     places = mask.flatten().nonzero().flatten()
     order = covariance.flatten()[places].argsort(descending=True, stable=True)[:number]
     return _marked(places[order], covariance)
 
 
 def shift_by_rank(policy: Tensor, reference: Tensor) -> Tensor:
-    """``[U]``: each pair's margin of the reference minus the one that has the rank of its margin of the policy."""
+    """Reference margins ``[U]`` minus the reference margin of equal rank to each policy margin."""
     ranks = policy.argsort(stable=True).argsort()
     return reference - reference.sort().values[ranks]
 

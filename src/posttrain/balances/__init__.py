@@ -1,1 +1,1 @@
-"""Balances: what an update logged is computed again from its records, by code that shares nothing with the training."""
+"""Balances: recompute logged updates from their records, using code independent of training."""

@@ -1,4 +1,4 @@
-"""Advantages once more, from rewards, groups and lengths."""
+"""Recompute advantages from rewards, groups and lengths."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from posttrain.balances.record import SampledAnswer, StepRecord, UpdateFacts
 
-PerAnswer = Sequence[list[float] | None]  # of each answer one number, or one for each token that the model wrote
+PerAnswer = Sequence[list[float] | None]  # per answer: a scalar, or an array over generated tokens
 Groups = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """The rewards of one answer at each of its own tokens, with the values of the states before them and at the end."""
+    """One answer's rewards per generated token, with values of preceding states and of the final state."""
 
     rewards: list[float]
     values: list[float]
@@ -23,10 +23,10 @@ class Paid:
 
 
 def expected_advantages(record: StepRecord) -> PerAnswer | None:
-    """Return the advantage of every answer of a batch, as its formula has it; None if that cannot be known.
+    """Recompute every answer's advantage in a batch; None if that is impossible.
 
-    It cannot be for a formula from outside, or where it takes numbers that the record has not (log-probabilities of
-    answers that a limit cut off and that are not trained on).
+    Impossible for third-party formulas, or if required numbers are missing from the record (log-probabilities of
+    truncated, untrained answers).
     """
     facts = record.facts
     if facts.advantage is None or facts.sampling is None:
@@ -58,7 +58,7 @@ def expected_advantages(record: StepRecord) -> PerAnswer | None:
 
 
 def _members(record: StepRecord) -> list[list[int]]:
-    """The places of the answers that are compared with one another: of the chosen groups those that were played."""
+    """Indices of answers to compare: those completed, within the chosen groups."""
     members = []
     for group in record.groups:
         played = [place for place in group if not record.answers[place].has_failed]
@@ -68,7 +68,7 @@ def _members(record: StepRecord) -> list[list[int]]:
 
 
 def _compared(record: StepRecord, members: list[list[int]], result: list[list[float] | None]) -> list[list[int]]:
-    """The answers that have a reward, by group; in ``result`` the others get 0, as a group of fewer than two does."""
+    """Rewarded answers by group. Others get 0 in ``result``, as do groups with fewer than two."""
     groups = []
     for group in members:
         scored = [place for place in group if record.answers[place].is_scored]
@@ -146,7 +146,9 @@ _OF_PARTS = ("gdpo",)
 
 
 def _by_parts(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswer | None:
-    """Each reward standardized within its group, then the weighted sum over the batch (Liu et al. 2026, section 3)."""
+    """Standardize each reward within its group, then whiten the weighted sum over the batch (Liu et al. 2026, section
+    3).
+    """
     assert record.facts.sampling is not None
     assert record.facts.advantage is not None
     weights = record.facts.sampling.rewards
@@ -178,7 +180,7 @@ def _by_parts(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswer
 
 
 def _field_of(record: StepRecord, name: str) -> dict[int, list[float]] | None:
-    """A field of the whole batch at the own tokens of each answer, by the place of the answer."""
+    """A batch field restricted to each answer's generated tokens, by answer index."""
     tokens = record.tokens
     if tokens is None or tokens.whole_answers is None or name not in tokens.whole:
         return None
@@ -193,7 +195,7 @@ def _field_of(record: StepRecord, name: str) -> dict[int, list[float]] | None:
 
 
 def _k(estimator: str, r: float) -> float:
-    """An estimate of the KL to the reference from ``r = log π − log π_ref`` (Schulman 2020), r within ±20."""
+    """KL estimate from ``r = log π − log π_ref`` (Schulman 2020), with r clamped to ±20."""
     r = min(max(r, -20.0), 20.0)
     if estimator == "k1":
         return r
@@ -203,7 +205,7 @@ def _k(estimator: str, r: float) -> float:
 
 
 def _penalties(record: StepRecord, members: Sequence[Sequence[int]]) -> dict[int, list[float]] | None:
-    """The penalty of each own token of the compared answers; None where reference or sampler are not recorded."""
+    """KL penalty per generated token of compared answers. None if reference or sampler values are missing."""
     assert record.facts.sampling is not None
     penalty = record.facts.sampling.penalty
     if penalty is None:
@@ -224,7 +226,7 @@ def _penalties(record: StepRecord, members: Sequence[Sequence[int]]) -> dict[int
 
 
 def own_logprobs(answer: SampledAnswer) -> list[float]:
-    """Return the sampler's log-probabilities of the tokens that the model wrote."""
+    """Sampler log-probabilities of generated tokens."""
     assert answer.logprobs is not None
     if answer.own is None:
         return list(answer.logprobs)
@@ -232,7 +234,7 @@ def own_logprobs(answer: SampledAnswer) -> list[float]:
 
 
 def _turn_ends(answer: SampledAnswer) -> list[int]:
-    """The numbers of the own tokens that end a turn; a turn is a run of own tokens."""
+    """Indices of generated tokens that end a turn; a turn is a contiguous run of generated tokens."""
     places = answer.places
     return [k for k, place in enumerate(places) if k + 1 == len(places) or places[k + 1] != place + 1]
 
@@ -274,7 +276,7 @@ def _per_token(record: StepRecord, members: Sequence[Sequence[int]]) -> PerAnswe
 
 
 def _pay(facts: UpdateFacts, answer: SampledAnswer, penalty: Sequence[float], is_unpaid: bool) -> list[float]:
-    """Rewards at own tokens: those of turns at their ends, the rest at the last, less the penalty of each."""
+    """Rewards at generated tokens: turn rewards at turn ends, everything else at the last token, minus penalties."""
     assert facts.sampling is not None
     paid = [-x for x in penalty]
     if not paid:
@@ -313,7 +315,7 @@ def _whitened(rows: Mapping[int, list[float]]) -> dict[int, list[float]]:
 
 
 def _by_turns(record: StepRecord, members: Sequence[Sequence[int]], paid: Mapping[int, Paid]) -> PerAnswer:
-    """Returns from a turn on, standardized over the answers of the group that have this turn."""
+    """Returns from each turn on, standardized over group members that reached it."""
     assert record.facts.advantage is not None
     options = record.facts.advantage.options
     gamma = options.get("gamma", 1.0)
@@ -343,11 +345,11 @@ def _by_turns(record: StepRecord, members: Sequence[Sequence[int]], paid: Mappin
 
 
 def following_kl_weight(penalty_weight: float, observed: float, target: float, num_answers: int, horizon: int) -> float:
-    """Return the weight of the penalty for the next batch (Ziegler et al. 2019, section 2.2)."""
+    """Recompute the penalty weight for the next batch (Ziegler et al. 2019, section 2.2)."""
     error = min(max(observed / target - 1.0, -0.2), 0.2)
     return penalty_weight * (1.0 + error * num_answers / horizon)
 
 
 def formulas_of_advantages() -> frozenset[str]:
-    """Return the names of the advantages that can be computed again."""
+    """List recomputable advantages."""
     return frozenset((*_OF_GROUPS, *_OF_BATCHES, *_OF_TOKENS, *_OF_PARTS, "turn_normalized"))

@@ -15,7 +15,7 @@ from posttrain.balances.record import StepRecord
 
 
 def read_balances(record: StepRecord) -> Iterator[Reading]:
-    """Yield every balance of a record that can be drawn from what it has; those nearest to a cause come first."""
+    """Yield every balance a record allows, closest to the root cause first."""
     advantages: PerAnswer | None = None
     yield from read_answers(record)
     if record.rows is not None:
@@ -29,7 +29,7 @@ def read_balances(record: StepRecord) -> Iterator[Reading]:
 
 
 def check_balances(record: StepRecord) -> list[Imbalance]:
-    """Return the violated balances of a record, one for each check; none where the books balance."""
+    """List violated balances, at most one per check. Empty if everything balances."""
     found: dict[str, Imbalance] = {}
     for reading in read_balances(record):
         if not reading.holds and reading.check not in found:

@@ -1,4 +1,4 @@
-"""Readings of the balances, and what a violated one says: expected, found, likely causes, and the test that decides."""
+"""Balance readings and violations: expected, found, likely causes, and a decisive test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One balance of one update: it holds if ``gap`` is at most ``limit``, in whatever unit both have."""
+    """A balance for one update. Holds if ``gap`` is at most ``limit``, in the same unit."""
 
     check: str
     gap: float
@@ -24,7 +24,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """A violated balance: what was expected and found at which update, likely causes, and the test that decides."""
+    """A violated balance: expected and found values, the update, likely causes, and a decisive test."""
 
     check: str
     step: int
@@ -53,152 +53,152 @@ class Explanation:
 
 EXPLANATIONS = {
     "reward": Explanation(
-        ("a term is paid that no part records", "rewards were changed behind the grader", "a part is missing"),
-        "compute Σ weight × part of the answers in pt.load_run(RUN).rollouts(STEP)",
+        ("an unrecorded term was added", "rewards were modified after grading", "a reward part is missing"),
+        "compute Σ weight × part for the answers in pt.load_run(RUN).rollouts(STEP)",
     ),
     "correct": Explanation(
-        ("parts were changed behind the grader", "a verdict is not the one that was paid"),
-        "grade one of these answers again with posttrain.grade",
+        ("reward parts were modified after grading", "the paid reward differs from the verdict"),
+        "regrade one of these answers with posttrain.grade",
     ),
     "groups": Explanation(
-        ("answers of other prompts were put into a group", "answers were lost or reordered between processes"),
-        "compare prompt_index and rollout_index of the rows of this step in rollouts.db",
+        ("a group contains answers to different prompts", "answers were lost or reordered across processes"),
+        "compare prompt_index and rollout_index for this step in rollouts.db",
     ),
     "prompts": Explanation(
         (
-            "the order of the prompts repeats",
-            "the pass over the data is counted wrong",
-            "a resumed run draws again",
+            "the prompt order repeats",
+            "data passes are counted incorrectly",
+            "resuming drew prompts twice",
         ),
-        "list prompt_index by step in rollouts.db",
+        "list prompt_index per step in rollouts.db",
     ),
     "finish": Explanation(
-        ("the sampler has another limit of tokens", "end tokens are cut off or unknown to the sampler"),
-        "compare num_tokens and the last token of these answers with rollout.max_tokens and the template's end",
+        ("the sampler uses a different token limit", "the sampler strips or does not know the end tokens"),
+        "compare num_tokens and last tokens of these answers with rollout.max_tokens and the template's end token",
     ),
     "version": Explanation(
-        ("the sampler was not given the weights of the last update", "batches are sampled in another order"),
-        "compare the column version with the step in rollouts.db",
+        ("the sampler missed the last weight update", "batches are sampled out of order"),
+        "compare version and step columns in rollouts.db",
     ),
     "samples": Explanation(
-        ("answers of a group are drawn with one seed", "an answer is copied"),
-        "sample the same prompt again with another train.seed",
+        ("answers within a group share a random seed", "an answer was duplicated"),
+        "sample this prompt again with a different train.seed",
     ),
     "rows": Explanation(
-        ("rows are dropped or trained twice between batch and minibatch", "a selection is applied that nobody named"),
-        "set train.num_minibatches: 1 and compare the number of rows",
+        ("rows are dropped or duplicated when splitting into minibatches", "an undeclared selection is applied"),
+        "set train.num_minibatches: 1 and compare row counts",
     ),
     "tokens": Explanation(
-        ("the mask leaves out the end token", "the mask covers the prompt or padding", "the mask is shifted"),
-        "compare the mask of one row with `posttrain data show`",
+        ("the mask omits the end token", "the mask includes prompt or padding", "the mask is shifted by a position"),
+        "compare a row's mask with `posttrain data show`",
     ),
     "advantage": Explanation(
-        ("the baseline is not of the own group", "the sign or the scale is wrong", "advantages belong to other rows"),
-        "compute them by hand for one group with posttrain.advantages",
+        ("the baseline uses a different group", "wrong sign or scale", "advantages are assigned to the wrong rows"),
+        "recompute one group with posttrain.advantages",
     ),
     "weights": Explanation(
-        ("the denominator counts padding, rows of one micro-batch or of one process",),
-        "change train.micro_batch_tokens: loss and gradient must stay",
+        ("the denominator includes padding, or only covers a micro-batch or a single process",),
+        "change train.micro_batch_tokens: loss and gradient must not change",
     ),
     "idle": Explanation(
-        ("rows are skipped that have an advantage",),
+        ("rows with nonzero advantage are skipped",),
         "set train.skip_zero_rows: false and compare the loss",
     ),
     "sampler": Explanation(
         (
             "the sampler's prompt differs from the trainer's",
-            "sampler and trainer have other temperatures",
-            "the sampler has older weights, or layers that are never updated",
-            "the sampler computes in a coarser type than the recipe says",
+            "sampler and trainer use different temperatures",
+            "the sampler has stale weights, or layers that never get updated",
+            "the sampler uses lower precision than the recipe states",
         ),
-        "score one recorded answer with the model's own forward pass and compare both sides with it",
+        "score a recorded answer with transformers' forward pass and compare it with both",
     ),
     "ratio": Explanation(
-        ("the old log-probabilities are of older weights", "they are of another temperature or prompt"),
-        "set rollout.old_logprobs to the other value and compare",
+        ("old log-probabilities come from stale weights", "they use a different temperature or prompt"),
+        "switch rollout.old_logprobs and compare",
     ),
     "clip": Explanation(
-        ("the clip has another range or side than the recipe says",),
-        "compute the share of clipped tokens from the recorded log-probabilities",
+        ("clip range or side differs from the recipe",),
+        "compute the clipped fraction from recorded log-probabilities",
     ),
     "reference": Explanation(
-        ("the reference moves with the policy", "the reference is another model than the run began with"),
-        "compare a hash of the reference's weights at two steps",
+        ("the reference is updated along with the policy", "the reference differs from the initial model"),
+        "compare reference weight hashes at two steps",
     ),
     "draws": Explanation(
         (
-            "the sampler draws from another distribution than the one it reports (temperature, top_p, top_k)",
-            "random numbers are used twice",
+            "the sampler draws from a different distribution than it reports (temperature, top_p, top_k)",
+            "random numbers are reused",
         ),
-        "compare the mean of −log p of the drawn tokens with the entropy, batch by batch",
+        "compare mean −log p of drawn tokens with the entropy, batch by batch",
     ),
     "mask": Explanation(
         (
-            "the limit between tokens is of a micro-batch or of one process",
-            "the numbers that decide are of other weights, rows or tokens",
+            "the selection threshold only covers a micro-batch or a single process",
+            "selection uses values from different weights, rows or tokens",
         ),
-        "change train.micro_batch_rows: `masked_tokens` and `cov_fraction` must stay",
+        "change train.micro_batch_rows: `masked_tokens` and `cov_fraction` must not change",
     ),
     "correction": Explanation(
-        ("the correction's ratio is upside down or of other log-probabilities", "its cap is another one"),
-        "compute the factor of one row from its recorded log-probabilities",
+        ("the correction ratio is inverted or uses different log-probabilities", "its cap differs"),
+        "compute one row's factor from recorded log-probabilities",
     ),
     "loss": Explanation(
         (
-            "the mean is taken over micro-batches, rows or padding in place of the whole batch",
+            "the mean covers micro-batches, rows or padding instead of the whole batch",
             "a term has the wrong sign or weight",
-            "advantages or log-probabilities belong to other rows",
+            "advantages or log-probabilities are assigned to the wrong rows",
         ),
-        "change train.micro_batch_tokens: the loss of this update must stay",
+        "change train.micro_batch_tokens: this update's loss must not change",
     ),
     "gradient": Explanation(
         (
-            "backward is called on another number than the loss that is logged",
-            "a micro-batch gives no gradient or one of another scale",
-            "a term is detached, or one is not that should be",
+            "backward runs on a different value than the logged loss",
+            "a micro-batch contributes no gradient, or at the wrong scale",
+            "a term is wrongly detached or not detached",
         ),
-        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
+        "recompute this update from the previous checkpoint: posttrain doctor RUN --audit STEP",
     ),
     "leftover": Explanation(
         ("gradients are not cleared after the update",),
-        "print the norm of the gradients before the first backward pass of an update",
+        "print gradient norms before an update's first backward pass",
     ),
     "lr": Explanation(
-        ("the schedule counts other steps", "the learning rate was changed behind the recipe"),
+        ("the schedule counts steps differently", "the learning rate was changed outside the recipe"),
         "compare the metric lr with train.lr, warmup_steps and schedule",
     ),
     "update": Explanation(
         (
-            "the optimizer has another learning rate, or lost its state",
-            "gradients are clipped or scaled in another way",
+            "the optimizer has a different learning rate, or lost its state",
+            "gradients are clipped or scaled differently",
             "some weights are not updated",
         ),
-        "compute this update again from the checkpoint before it: posttrain doctor RUN --audit STEP",
+        "recompute this update from the previous checkpoint: posttrain doctor RUN --audit STEP",
     ),
     "moved": Explanation(
-        ("the learning rate does not reach the optimizer", "it is too small for the type of the weights"),
+        ("the learning rate does not reach the optimizer", "it is too small for the weights' precision"),
         "compare the weights of two checkpoints",
     ),
     "kl_weight": Explanation(
-        ("the controller of the penalty reads another KL", "its state was lost when the run was resumed"),
-        "compute the weight of the next batch from kl_in_reward and kl_weight of this one",
+        ("the penalty controller reads a different KL", "its state was lost on resume"),
+        "compute the next batch's weight from this batch's kl_in_reward and kl_weight",
     ),
 }
 
 
 def imbalance_of(reading: Reading, step: int) -> Imbalance:
-    """Return what a violated balance says."""
+    """Describe a violated balance."""
     explained = EXPLANATIONS[reading.check]
     return Imbalance(reading.check, step, reading.expected, reading.found, explained.causes, explained.decided_by)
 
 
 def tally(check: str, number: float, expected: str, found: str) -> Reading:
-    """Return the reading of a balance that allows no exception."""
+    """Build a reading that tolerates no exceptions."""
     return Reading(check, float(number), 0.0, expected, found)
 
 
 def compared(check: str, found: float, expected: float, size: float, limit: float, unit: str = "") -> Reading:
-    """Return the reading of two numbers that may differ by ``limit`` of ``size``."""
+    """Build a reading for two numbers that may differ by ``limit`` relative to ``size``."""
     gap = math.inf
     difference = abs(found - expected)
     if math.isfinite(difference):

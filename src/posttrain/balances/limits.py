@@ -1,24 +1,24 @@
-"""Limits of what rounding explains: between a sampler and a trainer, and between two computations of one number.
+"""Rounding limits: between sampler and trainer, and between two computations of the same number.
 
-A log-probability of a model of L layers is the result of about ``n = 10 (L + 1)`` roundings one behind the other (two
-norms, four products with their sums, scores and softmax of each layer; norm, head and exponents behind the last). If
-each moves it by ``c u``, u being the unit of rounding of the coarsest number on the way, two computations differ by
+In a model with L layers, a log-probability results from about ``n = 10 (L + 1)`` sequential roundings (per layer: two
+norms, four matrix products with sums, attention scores and softmax; finally norm, head and exponentials). If each
+rounding moves it by ``c u``, where u is the coarsest unit of rounding involved, two computations differ by
 ``d = c u √n``, and a KL estimated from tokens (k3) by ``d² / 2``.
 
-In fp32 the head and the softmax round numbers of the size of the logits, which sharp attention multiplies: c is 256
-(measured on the embedded model: 6 with four layers). Where activations or weights are coarser, softmax and
-log-probabilities are fp32 still, and c is 4 (measured: 0.2 in bf16, 0.4 with weights in 8 bits; 2.3 in one layer with a
-head in bf16 and logits up to 44). More than 0.02 nats no rounding explains, however deep a model is.
+In fp32, head and softmax round numbers as large as the logits, amplified by sharp attention: c is 256 (measured on
+the embedded model: 6 with four layers). With coarser activations or weights, softmax and log-probabilities remain
+fp32, and c is 4 (measured: 0.2 in bf16, 0.4 with 8-bit weights; 2.3 in a single layer with a bf16 head and logits up
+to 44). Rounding never explains more than 0.02 nats, regardless of depth.
 """
 
 from __future__ import annotations
 
 import math
 
-# Units of rounding: half of the distance of 1 from the next number. Of whole numbers of b bits that are scaled by the
-# largest of a row: half a step.
+# Units of rounding: half the distance from 1 to the next number. For b-bit integers scaled by a row's maximum: half a
+# step.
 UNITS = {
-    "fp64": 2.0**-24,  # log-probabilities are fp32 whatever the weights are
+    "fp64": 2.0**-24,  # log-probabilities are always fp32
     "fp32": 2.0**-24,
     "tf32": 2.0**-11,
     "bf16": 2.0**-8,
@@ -27,19 +27,19 @@ UNITS = {
 }
 FINE, COARSE = 256.0, 4.0
 LARGEST_KL = 0.02
-SUM_LIMIT = 1e-5  # of a loss in fp32 next to the sum of its sizes in float64
+SUM_LIMIT = 1e-5  # error of an fp32 loss relative to the float64 sum of absolute terms
 SLOPE_LIMIT = 1e-4
 ADVANTAGE_LIMIT = 1e-5  # advantages are kept in fp32
 UPDATE_LIMIT = 1e-2
-ALIVE = 1e-10  # nats per token: a KL to the reference below is that of the same weights
-MOVED = 1e-4  # the share of their size by which weights have moved before the KL to the reference must show it
+ALIVE = 1e-10  # nats per token: below this, the reference has identical weights
+MOVED = 1e-4  # relative weight change beyond which KL to the reference must be visible
 LARGE_SURPRISE = 6.0  # standard deviations
 
 
 def kl_limit(num_layers: int, *kinds: str) -> float:
-    """Return the largest mean KL in nats per token that rounding explains; ``kinds``: of numbers, as in ``UNITS``.
+    """Largest mean KL in nats per token explained by rounding. ``kinds``: number formats, as in ``UNITS``.
 
-    An unknown kind counts as bf16.
+    Unknown formats count as bf16.
     """
     unit = max(UNITS.get(kind, UNITS["bf16"]) for kind in kinds)
     condition = COARSE
@@ -50,5 +50,5 @@ def kl_limit(num_layers: int, *kinds: str) -> float:
 
 
 def ratio_limit(limit: float) -> float:
-    """Return the largest ``|log ρ|`` of a token where the mean KL may be ``limit``: eight standard deviations."""
+    """Largest ``|log ρ|`` per token if mean KL may reach ``limit``: eight standard deviations."""
     return 8 * math.sqrt(2 * limit)

@@ -1,8 +1,8 @@
-"""The values of objectives once more, from their equations, in float64.
+"""Recompute objective values from their equations, in float64.
 
-A function takes what it reads at the trained tokens of B rows (``[B, T]``), or of their sums (``[B]``) for objectives
-over rows and pairs, and returns one value per token or unit. Rows of pairs alternate, chosen then rejected. ``stop``
-marks what the published equation does not differentiate.
+Functions take inputs at trained tokens of B rows (``[B, T]``), or sums over them (``[B]``) for row and pair
+objectives, and return a value per token or unit. Pair rows alternate: chosen, rejected. ``stop`` marks quantities the
+published equation does not differentiate.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LARGEST = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The inputs of an objective, float64 ``[B, T]`` (``[B]`` for numbers of rows).
+    """Objective inputs, float64 ``[B, T]`` (``[B]`` for per-row numbers).
 
-    mask ``bool [B, T]``; counts ``[B]``: trained tokens of each row, where a row is one entry that stands for all of
-    them. scores: of a head, ``[B, T]`` or ``[B, T, C]``. fields: further batch fields by name.
+    mask ``bool [B, T]``; counts ``[B]``: trained tokens per row, if a single entry represents the whole row. scores:
+    head outputs, ``[B, T]`` or ``[B, T, C]``. fields: additional batch fields by name.
     """
 
     mask: Tensor
@@ -43,30 +43,30 @@ class LossInputs:
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each row, float64 ``[B]``."""
+        """Trained tokens per row, float64 ``[B]``."""
         if self.counts is not None:
             return self.counts.double()
         return self.mask.sum(dim=1).double()
 
     def required(self, name: str) -> Tensor:
-        """Return a batch field in float64.
+        """Look up a batch field in float64.
 
         Raises:
-            KeyError: the record has it not.
+            KeyError: missing from the record.
         """
         return self.fields[name].double()
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Values ``[B, T]`` or ``[U]``; clipped ``[B, T]``: 1 where the clip holds the value; None of one without."""
+    """Values ``[B, T]`` or ``[U]``. clipped ``[B, T]``: 1 if clipping fixes the value; None if never clipped."""
 
     values: Tensor
     clipped: Tensor | None = None
 
 
 def expected_values(objective: Formula, inputs: LossInputs) -> Computed | None:
-    """Return the values of an objective; None for one from outside, or one of whole distributions."""
+    """Recompute objective values. None for third-party objectives or ones over whole distributions."""
     formula = _TOKENS.get(objective.name)
     if formula is not None:
         return formula(inputs, objective.options)
@@ -77,7 +77,7 @@ def expected_values(objective: Formula, inputs: LossInputs) -> Computed | None:
 
 
 def expected_regularizers(inputs: LossInputs, kl_coef: float, estimator: str, entropy_coef: float) -> Tensor:
-    """``β · KL(π‖π_ref) − c_H · H`` of each token (Schulman 2020 for the estimators)."""
+    """``β · KL(π‖π_ref) − c_H · H`` per token (estimators: Schulman 2020)."""
     values = torch.zeros_like(inputs.logprobs)
     if kl_coef:
         assert inputs.reference is not None
@@ -187,7 +187,7 @@ def _actor_and_critic(x: LossInputs, o: OptionValues) -> Computed:
 
 
 def _within_trust(x: LossInputs, o: OptionValues, *, in_nats: bool) -> Computed:
-    """``−ρ A`` with the sampler's ratio, 0 of tokens that left the trust region (Qi et al. 2026, eq. 13 and 14)."""
+    """``−ρ A`` with the sampler's ratio, 0 outside the trust region (Qi et al. 2026, eq. 13 and 14)."""
     assert x.sampler is not None
     a = _a(x)
     gap = torch.where(x.mask, _between(x.logprobs, x.sampler), torch.zeros_like(x.logprobs))
@@ -295,11 +295,11 @@ def _sums(x: LossInputs, values: Tensor) -> Tensor:
     total = torch.where(x.mask, values, torch.zeros_like(values)).sum(dim=1)
     if x.counts is None:
         return total
-    return total * x.lengths  # one entry is the mean of so many
+    return total * x.lengths  # a single entry averages this many
 
 
 def _ratios(x: LossInputs, o: OptionValues) -> tuple[Tensor, Tensor]:
-    """``log π(y)/π_ref(y)`` of the chosen and of the rejected answers; means per token if the options say so."""
+    """``log π(y)/π_ref(y)`` for chosen and rejected answers; per-token means if so configured."""
     assert x.reference is not None
     rows = _sums(x, x.logprobs - x.reference)
     if o.get("length_normalized"):
@@ -422,7 +422,7 @@ def _other_divergence(x: LossInputs, o: OptionValues) -> Tensor:
 
 
 def _common_length(x: LossInputs, o: OptionValues) -> Tensor:
-    """Tokens beyond the length of the other answer count α (Liu et al. 2024, eq. 9 and 10)."""
+    """Tokens beyond the other answer's length are weighted by α (Liu et al. 2024, eq. 9 and 10)."""
     assert x.reference is not None
     lengths = x.lengths
     common = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)[:, None]
@@ -480,12 +480,12 @@ _UNITS: dict[str, Callable[[LossInputs, OptionValues], Tensor]] = {
     "kto": _prospect,
     "bradley_terry": _bradley_terry,
 }
-# Their values are recorded and not computed again: they are divergences of whole distributions.
+# Divergences over whole distributions: recorded, but not recomputed.
 OF_DISTRIBUTIONS = frozenset({"distillation", "sdpo"})
-# Read a head, of which a file keeps no scores.
+# Depend on head scores, which files do not store.
 OF_A_HEAD = frozenset({"ppo", "outcome", "process", "bradley_terry"})
 
 
 def formulas_of_losses() -> frozenset[str]:
-    """Return the names of the objectives that can be computed again."""
+    """List recomputable objectives."""
     return frozenset(_TOKENS) | frozenset(_UNITS)

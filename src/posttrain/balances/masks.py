@@ -1,4 +1,4 @@
-"""Masks and choices of tokens once more, from the numbers of the whole batch that they were made of."""
+"""Recompute masks and token selections from whole-batch numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from posttrain.balances.limits import ratio_limit
 from posttrain.balances.record import Formula, StepRecord, TokenRecord
 
 OptionValues = Mapping[str, Any]
-EDGE = 1e-9  # of a limit between tokens, next to its size: sums in another order round to either side
+EDGE = 1e-9  # tolerance at a selection threshold, relative to its size: summation order may round either way
 
 
 def expected_kept(record: StepRecord, tokens: TokenRecord, mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the tokens that all masks keep, and those that the means divide by, ``bool [B, T]``.
+    """Recompute tokens kept by all masks, and tokens in the denominator, ``bool [B, T]``.
 
-    None where one is from outside.
+    None for third-party masks.
     """
     kept = torch.ones_like(mask)
     counted = torch.ones_like(mask)
@@ -36,7 +36,7 @@ def expected_kept(record: StepRecord, tokens: TokenRecord, mask: Tensor) -> tupl
 
 
 def read_masks(record: StepRecord) -> Iterator[Reading]:
-    """Yield the balances of masks and of tokens that are chosen by their covariance."""
+    """Yield balances for masks and covariance-based selections."""
     tokens, rows = record.tokens, record.rows
     if tokens is None or rows is None or "policy_logprobs" not in tokens.fields:
         return
@@ -63,7 +63,7 @@ def read_masks(record: StepRecord) -> Iterator[Reading]:
 
 
 def trained_of(tokens: TokenRecord) -> Tensor:
-    """Return the trained tokens of the rows that take part, ``bool [B, T]``."""
+    """Trained tokens in participating rows, ``bool [B, T]``."""
     left_out = tokens.fields.get("left_out")
     if left_out is None:
         return tokens.mask
@@ -101,7 +101,7 @@ def _products(tokens: TokenRecord, mask: Tensor) -> Tensor:
 
 
 def _drawn(tokens: TokenRecord, mask: Tensor, objective: Formula) -> int:
-    """Tokens that were drawn and may not be, and how many are too few or too many."""
+    """Selected tokens that are not eligible, plus the count mismatch."""
     options = objective.options
     products = _products(tokens, mask)
     drawn = tokens.fields["clip_cov_tokens"][mask] > 0
@@ -131,7 +131,7 @@ def _strongest(tokens: TokenRecord, mask: Tensor, objective: Formula) -> int:
 
 
 def _matched(tokens: TokenRecord, mask: Tensor, objective: Formula) -> int:
-    """Pairs whose margin of the reference is not of the rank of the policy's; equal margins may change places."""
+    """Pairs whose reference margin does not match their policy rank. Ties may swap."""
     margins = []
     for name in ("policy_logprobs", "ref_logprobs"):
         rows = torch.where(mask, tokens.fields[name].double(), 0.0).sum(dim=1)
@@ -154,5 +154,5 @@ _CHOICES: dict[str, Callable[[TokenRecord, Tensor, Formula], int]] = {
 
 
 def formulas_of_masks() -> frozenset[str]:
-    """Return the names of the masks that can be computed again."""
+    """List recomputable masks."""
     return frozenset(_MASKS)

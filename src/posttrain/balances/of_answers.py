@@ -1,4 +1,4 @@
-"""Balances of what was sampled or given: rewards, groups, passes, ends, versions and draws."""
+"""Balances of sampled or given answers: rewards, groups, passes, endings, versions and draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_DUPLICATE = 40.0  # nats of chance that equal answers took
 
 
 def read_answers(record: StepRecord) -> Iterator[Reading]:
-    """Yield the balances of a batch's answers, at its first update; of given rows at each."""
+    """Yield balances of a batch's answers at its first update; for data rows, at every update."""
     if record.given:
         yield _given(record)
     sampling = record.facts.sampling
@@ -62,7 +62,7 @@ def _rewards(answers: Sequence[SampledAnswer], weights: Mapping[str, float]) -> 
 
 
 def _verdicts(answers: Sequence[SampledAnswer]) -> Reading:
-    """A right answer has the part ``correct`` 1, a wrong one 0."""
+    """Correct answers have part ``correct`` = 1, wrong ones 0."""
     worth = {"right": 1.0, "wrong": 0.0, "no_answer": 0.0}
     wrong = 0
     for answer in answers:
@@ -72,7 +72,7 @@ def _verdicts(answers: Sequence[SampledAnswer]) -> Reading:
 
 
 def _groups(record: StepRecord, sampling: SamplingFacts) -> Reading:
-    """Groups are whole, and of one prompt."""
+    """Groups are complete and share a prompt."""
     broken = 0
     for group in record.groups:
         members = [record.answers[place] for place in group]
@@ -87,7 +87,7 @@ def _groups(record: StepRecord, sampling: SamplingFacts) -> Reading:
 
 
 def _prompts(record: StepRecord, sampling: SamplingFacts) -> Reading:
-    """No prompt comes twice in a pass, and passes are tally right."""
+    """No prompt repeats within a pass, and passes are counted correctly."""
     drawn = [group[0] for group in _by_group(first_round(record), sampling.group_size)]
     repeated = _repeated(record, [(a.prompt_index, a.epoch) for a in drawn])
     if sampling.num_examples is not None:
@@ -102,7 +102,7 @@ def _by_group(answers: Sequence[SampledAnswer], size: int) -> list[Sequence[Samp
 
 
 def _repeated(record: StepRecord, drawn: Sequence[tuple[int, int]]) -> int:
-    """Return how many were drawn before in the same pass or a later one."""
+    """Count prompts already drawn in the same or a later pass."""
     repeated = sum(number - 1 for number in Counter(drawn).values())
     for index, epoch in set(drawn):
         last, step = record.before.seen.get(index, (-1, 0))
@@ -111,7 +111,7 @@ def _repeated(record: StepRecord, drawn: Sequence[tuple[int, int]]) -> int:
 
 
 def _given(record: StepRecord) -> Reading:
-    """No unit comes twice in a pass; of a pair the chosen answer is not the worse one."""
+    """No unit repeats within a pass, and chosen answers never score below rejected ones."""
     units = list(dict.fromkeys((row.unit, row.epoch) for row in record.given))
     repeated = _repeated(record, units)
     rows = len(record.given)
@@ -127,7 +127,7 @@ def _given(record: StepRecord) -> Reading:
 
 
 def _ends(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
-    """An answer ends with its end token, or because there is no room."""
+    """Answers end with an end token, or because a limit was reached."""
     wrong = 0
     stops = set(sampling.stop_ids)
     for answer in answers:
@@ -152,7 +152,7 @@ def _ends(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
 
 
 def _kept_sets(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Reading:
-    """Each token that the model wrote is in the set it was drawn from; a set names a token once, and has its limit."""
+    """Generated tokens belong to their kept set. Sets contain no duplicates and respect their limit."""
     wrong = 0
     for answer in answers:
         if answer.has_failed:
@@ -175,7 +175,7 @@ def _kept_sets(answers: Sequence[SampledAnswer], sampling: SamplingFacts) -> Rea
 
 
 def _versions(record: StepRecord, sampling: SamplingFacts) -> Reading:
-    """Answers are of the weights that the schedule states; resumed and repeated batches may have newer ones."""
+    """Answers use the scheduled weight version; resumed and repeated batches may use newer ones."""
     newest = record.step - 1
     oldest = record.facts.updates * max(0, record.batch - sampling.staleness)
     versions = [a.version for a in record.answers]
@@ -187,7 +187,7 @@ def _versions(record: StepRecord, sampling: SamplingFacts) -> Reading:
 
 
 def _duplicates(record: StepRecord, sampling: SamplingFacts) -> Reading:
-    """Equal answers of a group, weighed by how unlikely they are."""
+    """Duplicate answers within a group, weighted by improbability."""
     chances = math.log(10.0 * len(record.answers) * sampling.group_size)
     nats = 0.0
     for group in record.groups:
@@ -205,12 +205,12 @@ def _duplicates(record: StepRecord, sampling: SamplingFacts) -> Reading:
 
 
 def surprise_of(tokens: TokenRecord, rows: Tensor) -> dict[str, float]:
-    """Return the sum of ``−log p − H`` over the trained tokens of ``rows``, and the variance that it must have.
+    """Sum of ``−log p − H`` over trained tokens in ``rows``, and its expected variance.
 
-    Of tokens that were drawn from the distribution whose entropy is H each has the expectation 0, whatever was before
-    it. Squares of what was drawn are no measure of the variance: where a model is sure, nearly all of it is in tokens
-    that are hardly ever drawn. With ``ε = 1 − p`` and R the part of the entropy that all other tokens have together,
-    their second moment is at least ``R² / ε`` (Jensen). The larger of both counts.
+    For tokens drawn from a distribution with entropy H, each term has expectation 0 regardless of context. Squared
+    samples are a poor variance estimate: when a model is confident, nearly all variance comes from tokens that are
+    almost never drawn. With ``ε = 1 − p`` and R the entropy contributed by all other tokens, their second moment is
+    at least ``R² / ε`` (Jensen). Uses the larger of both.
     """
     assert tokens.entropy is not None
     p = tokens.logprobs.exp()

@@ -1,4 +1,4 @@
-"""Balances of the loss: its value, its derivatives by what the model gave, its clip and its correction."""
+"""Balances of the loss: value, derivatives by model outputs, clipping and correction."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from posttrain.balances.of_rows import places_of
 from posttrain.balances.record import Fields, RowSums, StepRecord, TokenRecord
 from posttrain.balances.weights import expected_correction, expected_weights
 
-# Read labels, a baseline, a teacher or single tokens, which a file has not.
+# Depend on labels, a baseline, a teacher or single tokens, which files do not store.
 NEEDS_TOKENS = ("kto", "on_policy_distillation", "ld_dpo", "dft", "clip_cov", "kl_cov", "aot")
-ROUNDING = 8 * 2.0**-24  # of a sum of numbers in fp32, next to the sum of their sizes
+ROUNDING = 8 * 2.0**-24  # error of an fp32 sum, relative to the sum of absolute terms
 CORRECTION_LIMIT = 1e-5  # factors are fp32
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """The terms of the sum that is a loss: inputs, weights (``[B, T]``, or ``[U]`` of units), the correction, and the
-    tokens that masks keep, ``bool [B, T]``."""
+    """Terms of the loss sum: inputs, weights (``[B, T]``, or ``[U]`` per unit), correction, and tokens kept by masks
+    (``bool [B, T]``).
+    """
 
     inputs: LossInputs
     weights: Tensor
@@ -37,7 +38,7 @@ class LossTerms:
 
 
 def read_loss(record: StepRecord, advantages: PerAnswer | None) -> Iterator[Reading]:
-    """Yield the balances of the loss; from a file those that sums over rows allow."""
+    """Yield balances of the loss. From files, only those possible with per-row sums."""
     rows = record.rows
     assert rows is not None
     if record.tokens is not None:
@@ -60,7 +61,7 @@ def read_loss(record: StepRecord, advantages: PerAnswer | None) -> Iterator[Read
 
 
 def _of_parts(record: StepRecord, rows: RowSums) -> Reading:
-    """The loss is the sum of what its rows added."""
+    """The loss equals the sum of row contributions."""
     found = record.measured.get("loss", math.nan)
     size = float(rows.value.abs().sum()) + abs(found)
     return compared("loss", found, float(rows.value.sum()), size, SUM_LIMIT)
@@ -68,7 +69,7 @@ def _of_parts(record: StepRecord, rows: RowSums) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A loss, the sum of the sizes of its terms, its derivatives, and its clip (None: there is none)."""
+    """A loss, the sum of its absolute terms, its derivatives, and clipping (None: unclipped objective)."""
 
     total: float
     size: float
@@ -77,7 +78,7 @@ class Evaluated:
 
 
 def _recompute(record: StepRecord, rows: RowSums, terms: LossTerms) -> Iterator[Reading]:
-    """Value, derivatives and clip; of an objective without a formula the sum of its recorded values."""
+    """Value, derivatives and clipping. Objectives without a formula use the sum of recorded values."""
     assert record.tokens is not None
     known = _evaluate(record, terms)
     if known is None:
@@ -101,7 +102,7 @@ def _recompute(record: StepRecord, rows: RowSums, terms: LossTerms) -> Iterator[
 
 
 def _evaluate(record: StepRecord, terms: LossTerms) -> Evaluated | None:
-    """The loss and its derivatives; None of an objective without a formula."""
+    """Loss and derivatives. None for objectives without a formula."""
     leaves: dict[str, Tensor] = {}
     for name in ("logprobs", "entropy", "scores"):
         leaf = getattr(terms.inputs, name)
@@ -119,7 +120,7 @@ def _evaluate(record: StepRecord, terms: LossTerms) -> Evaluated | None:
 
 
 def _rounded(terms: LossTerms) -> LossTerms:
-    """The same with the log-probabilities of each row moved by what rounding may do to the mean of a row in fp32."""
+    """Same, with each row's log-probabilities shifted by the possible fp32 rounding of a row mean."""
     inputs = terms.inputs
     logprobs = inputs.logprobs.detach()
     sizes = torch.where(inputs.mask, logprobs.abs(), torch.zeros_like(logprobs))
@@ -132,7 +133,7 @@ def _rounded(terms: LossTerms) -> LossTerms:
 
 
 def _contributions(record: StepRecord, terms: LossTerms, computed: Computed) -> Tensor:
-    """The terms of the loss, one for each token or unit."""
+    """Loss terms, per token or unit."""
     facts = record.facts
     values = computed.values
     if terms.kept is not None:
@@ -148,7 +149,7 @@ def _contributions(record: StepRecord, terms: LossTerms, computed: Computed) -> 
 
 
 def _loss(record: StepRecord, expected: float, size: float, allowed: float = 0.0) -> Reading:
-    """``size``: the sum of the sizes of its terms; ``allowed``: a difference that rounding explains."""
+    """``size``: sum of absolute terms; ``allowed``: difference explained by rounding."""
     found = record.measured.get("loss", math.nan)
     reading = compared("loss", found, expected, size, SUM_LIMIT)
     if reading.holds or not abs(found - expected) <= allowed + SUM_LIMIT * size:
@@ -157,7 +158,7 @@ def _loss(record: StepRecord, expected: float, size: float, allowed: float = 0.0
 
 
 def _slopes(tokens: TokenRecord, rows: RowSums, expected: Fields, allowed: float) -> Reading:
-    """The derivatives of the loss by what the model gave, over the rows that were computed."""
+    """Derivatives of the loss by model outputs, over computed rows."""
     difference, size, largest = 0.0, 0.0, (0.0, 0.0)
     for name, found in tokens.slopes.items():
         slope = expected.get(name, torch.zeros_like(found))
@@ -176,7 +177,7 @@ def _slopes(tokens: TokenRecord, rows: RowSums, expected: Fields, allowed: float
 
 
 def _clip(record: StepRecord, rows: RowSums, inputs: LossInputs, clipped: Tensor) -> Reading:
-    """The share of clipped tokens; one token at the very edge may be rounded to either side."""
+    """Fraction of clipped tokens. A token exactly at the threshold may round either way."""
     mask = inputs.mask & rows.computed[:, None]
     count = max(1.0, float(mask.sum()))
     expected = float(torch.where(mask, clipped, torch.zeros_like(clipped)).sum()) / count
@@ -195,7 +196,7 @@ def _correction(tokens: TokenRecord, terms: LossTerms) -> Iterator[Reading]:
 
 
 def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | None) -> LossTerms:
-    """Inputs, weights and correction: from the answers as far as they have them, else from the batch."""
+    """Inputs, weights and correction: from recorded answers if available, otherwise from the batch."""
     rows = record.rows
     assert rows is not None
     facts = record.facts
@@ -256,7 +257,7 @@ def _of_tokens(record: StepRecord, tokens: TokenRecord, advantages: PerAnswer | 
 
 
 def _of_present(weights: Tensor, left_out: Tensor, level: str) -> Tensor:
-    """The weights with 0 at rows that are only divided by."""
+    """Weights with 0 for rows that only enter the denominator."""
     is_present = left_out == 0
     if level == "token":
         return torch.where(is_present[:, None], weights, 0.0)
@@ -272,7 +273,7 @@ def _copied(x: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The places of all trained tokens of B rows in ``[B, T]``; those beyond T are left out."""
+    """Positions of trained tokens from B rows in ``[B, T]``, dropping those beyond T."""
 
     shape: torch.Size
     rows: Tensor
@@ -281,7 +282,7 @@ class Grid:
 
     @classmethod
     def of(cls, shape: torch.Size, places: Sequence[Sequence[int]]) -> Grid:
-        """Return the grid of the places of each row."""
+        """Grid of positions per row."""
         rows = torch.arange(len(places)).repeat_interleave(torch.tensor([len(one) for one in places]))
         columns = torch.tensor(list(chain.from_iterable(places)), dtype=torch.long)
         is_inside: Tensor | None = None
@@ -291,7 +292,7 @@ class Grid:
         return cls(shape, rows, columns, is_inside)
 
     def spread(self, values: Iterable[float]) -> Tensor:
-        """``float64 [B, T]``: the values of all tokens, row by row, at their places; 0 elsewhere."""
+        """``float64 [B, T]``: scatter flat row-by-row token values to their positions; 0 elsewhere."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
         if self.is_inside is not None:
             numbers = numbers[self.is_inside]
@@ -307,7 +308,7 @@ class Grid:
 
 
 def _sampler_logprobs(record: StepRecord, tokens: TokenRecord, grid: Grid) -> Tensor | None:
-    """The sampler's log-probabilities as they were recorded with the answers, else those of the batch."""
+    """Sampler log-probabilities recorded with answers, or otherwise from the batch."""
     assert record.rows is not None
     field = tokens.fields.get("sampler_logprobs")
     if field is None:
@@ -346,10 +347,9 @@ def _advantages_at_tokens(
 
 
 def _of_sums(record: StepRecord, rows: RowSums, advantages: PerAnswer | None) -> LossTerms | None:
-    """One entry for each row, which stands for all its tokens; None where the loss is no function of such sums.
+    """One entry per row, representing all its tokens. None if the loss is not a function of row sums.
 
-    That it is of likelihoods and of objectives over rows and pairs, and of policy gradients where the ratio is 1 and a
-    row has one advantage.
+    It is for likelihoods, row and pair objectives, and for policy gradients with ratio 1 and one advantage per row.
     """
     facts = record.facts
     if facts.objective.name in OF_A_HEAD or facts.correction is not None or facts.entropy_coef:
@@ -405,7 +405,7 @@ def _scattered(record: StepRecord, rows: RowSums, terms: LossTerms) -> float:
 
 
 def _weighed(record: StepRecord, rows: RowSums, terms: LossTerms, computed: Computed) -> tuple[float, float]:
-    """The loss from sums, and the sum of sizes; the KL to the reference is that of the record."""
+    """Loss from row sums, and the sum of absolute terms. KL to the reference is taken from the record."""
     is_used = rows.computed
     contributions = computed.values * terms.weights
     if record.facts.level == "token":

@@ -1,4 +1,4 @@
-"""Balances of the rows of an update: which are trained, on how many tokens, with which weights and advantages."""
+"""Balances of an update's rows: which are trained, token counts, weights, advantages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WEIGHT_LIMIT = 1e-6  # of float64 weights, which a file keeps in fp32
 
 
 def places_of(record: StepRecord) -> list[Sequence[int]] | None:
-    """Return the positions of each row that are to be trained, from its answer or its row of the data.
+    """Expected trained positions per row, from its answer or data row.
 
-    None where the record has neither: a file does not keep the rows of a data set.
+    None if the record has neither: files do not store data set rows.
     """
     assert record.rows is not None
     if not record.given and not record.answers:
@@ -37,7 +37,7 @@ def places_of(record: StepRecord) -> list[Sequence[int]] | None:
 
 
 def read_row_balances(record: StepRecord, advantages: PerAnswer | None) -> Iterator[Reading]:
-    """Yield the balances of the rows of an update; ``advantages``: of every answer of the batch, where known."""
+    """Yield balances of an update's rows. ``advantages``: per answer in the batch, if known."""
     rows = record.rows
     assert rows is not None
     places = places_of(record)
@@ -62,7 +62,7 @@ def read_row_balances(record: StepRecord, advantages: PerAnswer | None) -> Itera
 
 
 def _counted(record: StepRecord, lengths: Tensor) -> Tensor | None:
-    """The number of tokens of each row that the means divide by; None if masks decide and a file has them not."""
+    """Tokens per row in the denominator. None if masks decide and the file lacks them."""
     if all(one.divisor == "all" for one in record.facts.masks):
         return lengths
     if record.tokens is None:
@@ -71,7 +71,7 @@ def _counted(record: StepRecord, lengths: Tensor) -> Tensor | None:
 
 
 def _taken(record: StepRecord, rows: RowSums, sampling: SamplingFacts) -> Reading:
-    """Each answer is trained on once in a pass over the batch; at the end of the pass all are, but those named."""
+    """Each pass trains every answer at most once. At the end of a pass all were trained, except named ones."""
     answers = rows.answers.tolist()
     last = record.update % record.facts.num_minibatches == record.facts.num_minibatches - 1
     before = record.before.taken
@@ -103,7 +103,7 @@ def _tokens(rows: RowSums, places: Sequence[Sequence[int]], lengths: Tensor) -> 
 
 
 def _advantages(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
-    """The advantages of rows; at each token where the record has them."""
+    """Advantages per row; per token if recorded."""
     worst, expected, found = 0.0, 0.0, 0.0
     at_tokens: Sequence[Sequence[float]] | None = None
     if record.tokens is not None and "advantages" in record.tokens.fields:
@@ -134,7 +134,7 @@ def _advantages(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Rea
 
 
 def _recorded(record: StepRecord, advantages: PerAnswer) -> Reading:
-    """The advantages in the records of all answers of the batch."""
+    """Recorded advantages of all answers in the batch."""
     worst, expected, found = 0.0, 0.0, 0.0
     for answer, values in zip(record.answers, advantages, strict=True):
         if values is None or answer.advantage is None:
@@ -153,7 +153,7 @@ def _finite(gap: float) -> float:
 
 
 def _weights(record: StepRecord, rows: RowSums, lengths: Tensor) -> Reading | None:
-    """The weights of whole rows, or of units at their first rows."""
+    """Weights of whole rows, or of units at their first row."""
     facts = record.facts
     each = 2 if facts.level == "pair" else 1
     if facts.level == "token":
@@ -176,7 +176,7 @@ def _weights(record: StepRecord, rows: RowSums, lengths: Tensor) -> Reading | No
 
 
 def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
-    """Rows are left out of the pass only if they can change nothing."""
+    """Only rows that cannot change anything are skipped."""
     corrections: Tensor | None = None
     if record.tokens is not None and "correction" in record.tokens.fields:
         corrections = torch.where(record.tokens.mask, record.tokens.fields["correction"], 0.0).abs().sum(dim=1)
@@ -195,7 +195,7 @@ def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
         if corrections is not None:
             acts = acts and bool(corrections[number] > 0)
         elif record.facts.correction is not None:
-            acts = False  # a file does not keep its factors
+            acts = False  # files do not store its factors
         if kept is not None:
             acts = acts and bool(kept[number])
         elif record.facts.masks:
@@ -205,13 +205,13 @@ def _idle(record: StepRecord, rows: RowSums, advantages: PerAnswer) -> Reading:
 
 
 def _of_newest_weights(record: StepRecord, rows: RowSums) -> bool:
-    """Return whether the answers of all rows were sampled with the weights before this update."""
+    """Check if all rows' answers were sampled with the weights before this update."""
     answers = [record.answers[place] for place in rows.answers.tolist() if 0 <= place < len(record.answers)]
     return bool(answers) and all(answer.version == record.step - 1 for answer in answers)
 
 
 def _against_others(record: StepRecord, rows: RowSums) -> Iterator[Reading]:
-    """Yield the balances of log-probabilities with those of sampler, old policy and reference."""
+    """Yield balances comparing log-probabilities with sampler, old policy and reference."""
     sampling = record.facts.sampling
     count = float(rows.tokens[rows.computed].sum())
     if count and record.facts.has_dropout is False:
@@ -246,7 +246,7 @@ def _mismatch(kl: float, limit: float) -> Reading:
 
 
 def _whole_kl(tokens: TokenRecord) -> float:
-    """The KL of the sampler to the old log-probabilities over all rows of the batch that have any."""
+    """KL between sampler and old log-probabilities, over all rows in the batch that have both."""
     old, sampler = tokens.whole["old_logprobs"].double(), tokens.whole["sampler_logprobs"].double()
     known = (old != 0) & (sampler != 0)
     gap = (sampler - old)[known]
@@ -276,7 +276,7 @@ def _against_old(record: StepRecord, rows: RowSums, sampling: SamplingFacts) -> 
 
 
 def _against_reference(record: StepRecord, rows: RowSums, count: float) -> Iterator[Reading]:
-    """The KL to the reference is 0 before the first update of a run, and not once the weights have moved."""
+    """KL to the reference is 0 before a run's first update, and positive once weights have moved."""
     if bool(rows.kl_reference[rows.computed].isnan().any()):
         return
     kl = float(rows.kl_reference[rows.computed].sum()) / count
@@ -298,7 +298,7 @@ def _against_reference(record: StepRecord, rows: RowSums, count: float) -> Itera
 
 
 def _drawn(record: StepRecord) -> Reading:
-    """The drawn tokens are as likely as the entropy says: in this batch, and in all so far."""
+    """Drawn tokens are as likely as their entropy predicts: in this batch, and cumulatively."""
     deviations = []
     for before, squared in ((0.0, 0.0), (record.before.surprise, record.before.surprise_squared)):
         spread = math.sqrt(squared + record.measured["surprise_squared"])

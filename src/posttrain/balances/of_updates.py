@@ -1,4 +1,4 @@
-"""Balances of the optimizer's step: the learning rate, leftover gradients, and by how much weights move."""
+"""Balances of the optimizer step: learning rate, leftover gradients, weight change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from posttrain.balances.findings import Reading, compared, tally
 from posttrain.balances.limits import UPDATE_LIMIT
 from posttrain.balances.record import OptimizerFacts, StepRecord
 
-LEAST_STEP, LARGEST_STEP = 1e-3, 30.0  # root mean square of a step of a weight, in learning rates
+LEAST_STEP, LARGEST_STEP = 1e-3, 30.0  # root mean square step per weight, in learning rates
 NUM_EACH = 64  # sampled numbers of a tensor
 NUM_DIRECTIONS = 4
-NUM_STEPS = "steps"  # of the run, as a record of an update has it
+NUM_STEPS = "steps"  # of the run, as recorded with each update
 OF_GRADIENTS, OF_STEPS = "gradient_along", "step_along"
 
 
 def read_update(record: StepRecord) -> Iterator[Reading]:
-    """Yield the balances of an optimizer step; those of numbers that the record has."""
+    """Yield balances of an optimizer step, as far as recorded."""
     optimizer, measured = optimizer_of(record), record.measured
     if "leftover" in measured:
         expected = "no gradient left of the update before"
@@ -45,7 +45,7 @@ def _size(gap: float) -> float:
 
 
 def _moved(steps: float) -> Reading:
-    """Weights move by a sane share of the learning rate."""
+    """Weights change by a plausible multiple of the learning rate."""
     gap = math.inf
     if steps > 0:
         gap = max(LEAST_STEP / steps, steps / LARGEST_STEP)
@@ -54,9 +54,9 @@ def _moved(steps: float) -> Reading:
 
 
 def optimizer_of(record: StepRecord) -> OptimizerFacts | None:
-    """Return the optimizer of an update, whose course of the learning rate is of as many steps as the run had then.
+    """Optimizer settings for an update, with the schedule length in effect at that time.
 
-    A run that is resumed may become longer, and its facts are those of the last start.
+    Resumed runs may become longer, and stored facts describe the latest start.
     """
     optimizer = record.facts.optimizer
     if optimizer is None or NUM_STEPS not in record.measured:
@@ -65,7 +65,7 @@ def optimizer_of(record: StepRecord) -> OptimizerFacts | None:
 
 
 def scheduled_rate(optimizer: OptimizerFacts, step: int) -> float:
-    """Return the learning rate of update number ``step`` (from 1), as the recipe says."""
+    """Learning rate for update number ``step`` (from 1), according to the recipe."""
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     if optimizer.schedule == "constant" or optimizer.steps is None:
@@ -80,9 +80,9 @@ def scheduled_rate(optimizer: OptimizerFacts, step: int) -> float:
 
 @dataclass(slots=True)
 class AdamShadow:
-    """AdamW over a sample of S weights, in float64: moments of its own, fed with the gradients of each update.
+    """AdamW over a sample of S weights, in float64, with independent moments fed by recorded gradients.
 
-    decay, rates ``[S]``: weight decay, and multiples of the learning rate. count ``[S]``: updates of each.
+    decay, rates ``[S]``: weight decay, and learning rate multipliers. count ``[S]``: updates so far.
     """
 
     first: Tensor
@@ -94,9 +94,9 @@ class AdamShadow:
     eps: float = 1e-8
 
     def step(self, weights: Tensor, gradients: Tensor, present: Tensor, lr: float, scale: float) -> Tensor:
-        """Return the weights after an update (Loshchilov & Hutter 2019); ``scale``: of gradients that are clipped.
+        """Apply an update (Loshchilov & Hutter 2019). ``scale``: gradient clipping factor.
 
-        ``present``: where there is a gradient; the others are left as they are.
+        ``present``: which weights have a gradient; others stay unchanged.
         """
         one, two = self.betas
         g = gradients * scale
@@ -111,14 +111,14 @@ class AdamShadow:
 
 
 def clip_scale(norm: float, largest: float | None) -> float:
-    """Return by what gradients of this norm are multiplied."""
+    """Clipping factor for gradients of this norm."""
     if largest is None:
         return 1.0
     return min(1.0, largest / (norm + 1e-6))
 
 
 def update_gap(before: Tensor, found: Tensor, expected: Tensor) -> float:
-    """Return how far found and expected weights are apart, next to the size of the step; fp32 rounds each weight."""
+    """Distance between found and expected weights, relative to step size, allowing for fp32 rounding."""
     rounded = before.abs() * 2.0**-22
     difference = ((found - expected).abs() - rounded).clamp(min=0.0)
     size = (expected - before).square().sum().sqrt()
@@ -128,15 +128,15 @@ def update_gap(before: Tensor, found: Tensor, expected: Tensor) -> float:
 
 
 def sampled(flat: Tensor) -> Tensor:
-    """Return the numbers of a flat tensor that a record is made of: about ``NUM_EACH``, evenly spaced."""
+    """Subsample a flat tensor for the record: about ``NUM_EACH`` evenly spaced entries."""
     return flat[:: max(1, flat.numel() // NUM_EACH)]
 
 
 def along_directions(name: str, sample: Tensor) -> dict[str, float]:
-    """Return the products of S sampled numbers with a few directions of ±1, each divided by √S, by name.
+    """Project S sampled numbers onto a few ±1 directions, each divided by √S, by name.
 
-    Two samples that differ by a vector d differ in such a number by the size of d / √S, whatever d is (Johnson &
-    Lindenstrauss 1984): a few numbers tell whether a gradient is the one that was recorded.
+    If two samples differ by a vector d, each projection differs by about d / √S (Johnson & Lindenstrauss 1984): a few
+    numbers suffice to tell whether a gradient matches the record.
     """
     scale = max(1, len(sample)) ** 0.5
     products: dict[str, float] = {}
@@ -145,9 +145,9 @@ def along_directions(name: str, sample: Tensor) -> dict[str, float]:
     return products
 
 
-@lru_cache(maxsize=2 * NUM_DIRECTIONS)  # each update of a run has samples of one size
+@lru_cache(maxsize=2 * NUM_DIRECTIONS)  # samples have constant size within a run
 def _signs(count: int, number: int) -> Tensor:
-    """``float64 [count]`` of ±1 that look random; whole numbers mixed as in MurmurHash3 (Appleby 2011)."""
+    """Pseudo-random ±1 vector, ``float64 [count]``, using MurmurHash3's integer mixing (Appleby 2011)."""
     mixed = torch.arange(1, count + 1) * 0x9E3779B1 + number * 0x85EBCA6B
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         mixed = mixed & 0xFFFFFFFF
@@ -157,7 +157,7 @@ def _signs(count: int, number: int) -> Tensor:
 
 
 def distance_along(name: str, one: Mapping[str, float], other: Mapping[str, float]) -> float | None:
-    """Return the root mean square of the differences along all directions; None where one has none."""
+    """Root mean square difference over all directions. None if one is missing."""
     keys = [f"{name}_{number}" for number in range(NUM_DIRECTIONS)]
     if not all(key in one and key in other for key in keys):
         return None

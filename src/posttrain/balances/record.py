@@ -1,7 +1,7 @@
-"""The record of an update: what was meant, what was sampled or given, and what was computed.
+"""Record of an update: settings, sampled or given answers, and computed values.
 
-Shapes: N answers of a batch, B rows of an update, T tokens, U units (rows or pairs). A record of a running update has
-``tokens``; one that is read from a file has sums over the trained tokens of each row.
+Shapes: N answers per batch, B rows per update, T tokens, U units (rows or pairs). Records from running updates have
+``tokens``; those read from files have sums over each row's trained tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Fields = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A component by its registered name, with its options."""
+    """A registered component with its options."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -27,14 +27,14 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class MaskFacts(Formula):
-    """A mask; ``divisor``: the tokens that the means divide by, ``all`` or those that are ``kept``."""
+    """A mask. ``divisor``: tokens in the denominator, ``all`` or ``kept`` ones."""
 
     divisor: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """The optimizer and the course of its learning rate, as the recipe says; ``steps``: of the whole run."""
+    """Optimizer and learning rate schedule from the recipe. ``steps``: total steps."""
 
     name: str
     lr: float
@@ -54,13 +54,13 @@ class ReferenceFacts:
     mixing: float
 
     def last_move(self, step: int) -> int:
-        """Return the update before ``step`` after which it moved last; 0 if it did not yet."""
+        """Last update before ``step`` in which the reference moved; 0 if none."""
         return (step - 1) // self.every * self.every
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyFacts:
-    """A KL penalty in the reward, as ``kl_in_reward`` of a recipe."""
+    """KL penalty in the reward, as in the recipe's ``kl_in_reward``."""
 
     estimator: str
     weight: float
@@ -70,17 +70,16 @@ class PenaltyFacts:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """The rules by which answers are sampled and chosen.
+    """How answers are sampled and selected.
 
-    rewards: weight of each part; None where it is not known. max_tokens, context: limits of an answer, and of prompt
-    and answer together. num_examples: of a task whose prompts are passed over in turn (None of a mixture). takes_all:
-    every answer is trained on. divides_all: answers that a limit cut off and that are masked count in means. redraws:
-    further prompts replace groups of equal rewards. is_cut: of a part of the distribution, where log-probabilities are
-    of the whole; replays: where they are over the sets of the answers, of at most most_kept tokens. has_stop_texts: an
-    answer may end with any token. ignores_rules: the trainer scores without the rules of sampling. turn_weight: of the
-    rewards of turns. at_scored_temperature: the trainer scores at the temperature of sampling. draws: False of an
-    engine that answers from a script. keeps_unscored: an answer without a reward is a row with the advantage 0; else it
-    takes no part.
+    rewards: weight per part; None if unknown. max_tokens, context: limits for answers, and for prompt plus answer.
+    num_examples: size of a task whose prompts are visited in passes (None for mixtures). takes_all: every answer is
+    trained. divides_all: masked truncated answers count in denominators. redraws: uniform groups are replaced by new
+    prompts. is_cut: sampling was truncated, but log-probabilities cover the full distribution; replays: they cover
+    answers' kept sets, at most most_kept tokens each. has_stop_texts: answers may end with any token. ignores_rules:
+    the trainer scores without sampling rules. turn_weight: weight of turn rewards. at_scored_temperature: the trainer
+    scores at sampling temperature. draws: False for scripted engines. keeps_unscored: unrewarded answers become rows
+    with advantage 0; otherwise they are dropped.
     """
 
     num_prompts: int
@@ -112,11 +111,11 @@ class SamplingFacts:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
-    """The facts that balances read of a recipe and of what was built from it.
+    """Facts about a recipe and its built components, as used by balances.
 
-    sampler_limit, trainer_limit: the largest mean KL, in nats per token, between sampler and trainer, and between two
-    passes of the trainer over the same weights (``limits.py``). updates: of a batch. has_dropout: while it trains.
-    trains_whole: the weights that are trained are all of the model's.
+    sampler_limit, trainer_limit: largest mean KL in nats per token, between sampler and trainer, and between two
+    trainer passes with identical weights (``limits.py``). updates: per batch. has_dropout: during training.
+    trains_whole: all of the model's weights are trained.
     """
 
     objective: Formula
@@ -141,11 +140,11 @@ class UpdateFacts:
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """An answer as it was sampled and graded; ``own`` marks the ids that the model wrote, None: all.
+    """A sampled and graded answer. ``own`` marks generated ids; None: all.
 
-    ``logprobs``: of the sampler, one for each id; None where they were not recorded. ``turns``: the rewards of turns.
-    ``skipped``: rewards that returned None. ``is_scored``: False if all did.
-    ``kept``: the sets that the log-probabilities are over; None: the whole vocabulary.
+    ``logprobs``: from the sampler, one per id; None if not recorded. ``turns``: turn rewards. ``skipped``: rewards
+    that returned None. ``is_scored``: False if all did. ``kept``: sets underlying the log-probabilities; None: whole
+    vocabulary.
     """
 
     prompt_index: int
@@ -169,7 +168,7 @@ class SampledAnswer:
 
     @property
     def places(self) -> Sequence[int]:
-        """The positions of the tokens that the model wrote, in prompt and answer."""
+        """Positions of generated tokens within prompt plus answer."""
         start = len(self.prompt)
         if self.own is None:
             return range(start, start + len(self.ids))
@@ -177,7 +176,7 @@ class SampledAnswer:
 
     @property
     def num_own(self) -> int:
-        """The number of tokens that the model wrote."""
+        """Number of generated tokens."""
         if self.own is None:
             return len(self.ids)
         return sum(self.own)
@@ -189,13 +188,13 @@ class SampledAnswer:
 
     @property
     def has_failed(self) -> bool:
-        """True if its environment failed, or too few answers of its group were played."""
+        """True if the environment failed, or too few answers in its group were completed."""
         return self.finish == "environment_failed" or not self.takes_part
 
 
 @dataclass(frozen=True, slots=True)
 class GivenRow:
-    """A row of a data set: its unit, its pass, the positions that are to be trained, and its score."""
+    """A data set row: unit, pass, trained positions and score."""
 
     unit: int
     epoch: int
@@ -205,13 +204,12 @@ class GivenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """Sums over the trained tokens of each row of an update, float64 ``[B]``; whole numbers are int64.
+    """Sums over each row's trained tokens in an update, float64 ``[B]``; integers are int64.
 
-    answers: the place of each row's answer in the batch (or of its row in the data set). tokens, places: the number of
-    trained tokens and the sum of their positions. weight: of all tokens of a row; of a unit at its first row. value:
-    what the row added to the loss. advantage: its mean, and ``uneven`` the largest distance from it. kl_sampler,
-    kl_reference: sums of k3. computed ``bool [B]``: False of a row that was left out of the pass. What was not there is
-    NaN.
+    answers: index of each row's answer in the batch (or row in the data set). tokens, places: count of trained tokens
+    and sum of their positions. weight: total over a row; for units, at the first row. value: contribution to the
+    loss. advantage: mean, and ``uneven`` the largest deviation from it. kl_sampler, kl_reference: sums of k3.
+    computed ``bool [B]``: False for skipped rows. Missing values are NaN.
     """
 
     answers: Tensor
@@ -234,12 +232,11 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The numbers that an update computed at each token: ``[B, T]`` unless said otherwise.
+    """Per-token numbers of an update: ``[B, T]`` unless noted.
 
-    mask ``bool``: trained. answers ``int64 [B]``: as in ``RowSums``. weights: of the sum, ``[U]`` of units. values: of
-    the objective, times the correction.
-    logprobs, entropy, scores (``[B, T]`` or ``[B, T, C]``): the forward pass's results, with the derivatives of the
-    loss by them in ``slopes``. fields: the batch's. whole: the fields of all rows of the batch, whose answers are
+    mask ``bool``: trained. answers ``int64 [B]``: as in ``RowSums``. weights: of the sum, ``[U]`` for units. values:
+    of the objective, times correction. logprobs, entropy, scores (``[B, T]`` or ``[B, T, C]``): model outputs, with
+    the loss's derivatives in ``slopes``. fields: batch fields. whole: fields for all rows in the batch, belonging to
     ``whole_answers``.
     """
 
@@ -258,11 +255,11 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The updates before a record, as far as it is compared with them.
+    """Previous updates, as far as records are compared with them.
 
-    seen: of each prompt (or unit) the last pass, and the update that drew it. taken: answers that updates of this pass
-    over the batch have had. moved: sum of the shares by which weights have moved. surprise: see ``surprise_of``.
-    kl_weight: the penalty's that the next batch must have.
+    seen: per prompt (or unit), its last pass and the update that drew it. taken: answers already used in this pass
+    over the batch. moved: cumulative relative weight change. surprise: see ``surprise_of``. kl_weight: expected
+    penalty weight for the next batch.
     """
 
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -275,10 +272,10 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """An update: ``update`` counts those of a batch from 0. measured: its numbers, by name.
+    """An update. ``update`` counts from 0 within a batch. measured: metrics by name.
 
-    ``rows`` is None where there was nothing to train on. advantages: of every answer as the formula has them, where an
-    earlier update of the batch has computed them (``expected_advantages``).
+    ``rows`` is None if nothing was trained. advantages: recomputed for every answer, if an earlier update in this
+    batch already did so (``expected_advantages``).
     """
 
     step: int
@@ -294,23 +291,23 @@ class StepRecord:
 
     @property
     def batch(self) -> int:
-        """The number of the batch, from 0."""
+        """Batch number, from 0."""
         return (self.step - 1) // self.facts.updates
 
     @property
     def is_first(self) -> bool:
-        """True for the first update of a batch: of weights that no update has moved since it was made."""
+        """True for a batch's first update, before any update moved the sampling weights."""
         return self.update == 0
 
     @property
     def groups(self) -> list[list[int]]:
-        """The places of the answers of each group, in order."""
+        """Answer indices per group, in order."""
         assert self.facts.sampling is not None
         size = self.facts.sampling.group_size
         return [list(range(start, min(start + size, len(self.answers)))) for start in range(0, len(self.answers), size)]
 
     def following(self) -> Before:
-        """Return the same for the next record; ``seen`` is taken over and changed, so that a pass costs no copies."""
+        """Build the context for the next record. ``seen`` is reused and modified in place to avoid copies."""
         before = self.before
         taken = before.taken
         if self.update % self.facts.num_minibatches == 0:
@@ -333,6 +330,6 @@ class StepRecord:
 
 
 def first_round(record: StepRecord) -> Sequence[SampledAnswer]:
-    """Return the answers to the prompts whose turn it was; further rounds, which replace groups, have other orders."""
+    """Answers to regularly scheduled prompts. Extra rounds that replace groups use a different order."""
     assert record.facts.sampling is not None
     return record.answers[: record.facts.sampling.num_prompts * record.facts.sampling.group_size]

@@ -1,4 +1,4 @@
-"""Denominators and corrections once more, from lengths and log-probabilities."""
+"""Recompute denominators and corrections from lengths and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LARGEST = 20.0  # log-ratios are clamped to so many nats
 
 
 def expected_weights(aggregation: Formula, lengths: Tensor) -> Tensor | None:
-    """Return the weight of one trained token of each row, float64 ``[B]``, from the rows' numbers of trained tokens.
+    """Weight per trained token of each row, float64 ``[B]``, from token counts.
 
-    Of units: the weight of each, from the number of trained tokens in it. None for a formula from outside.
+    For units: weight per unit, from its token count. None for third-party formulas.
     """
     formula = _WEIGHTS.get(aggregation.name)
     if formula is None or not bool((lengths > 0).any()):
@@ -51,9 +51,9 @@ _WEIGHTS: dict[str, Callable[[Tensor, OptionValues], Tensor]] = {
 
 
 def expected_correction(correction: Formula, old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the factor of each token, ``[B, T]``, from log-probabilities of trainer and sampler; 1 elsewhere.
+    """Correction factor per token, ``[B, T]``, from trainer and sampler log-probabilities; 1 elsewhere.
 
-    None for a formula from outside.
+    None for third-party formulas.
     """
     formula = _CORRECTIONS.get(correction.name)
     if formula is None:
@@ -97,5 +97,5 @@ _CORRECTIONS: dict[str, Callable[[Tensor, Tensor, OptionValues], Tensor]] = {
 
 
 def formulas_of_weights() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the aggregations and of the corrections that can be computed again."""
+    """List recomputable aggregations and corrections."""
     return frozenset(_WEIGHTS), frozenset(_CORRECTIONS)

@@ -1,7 +1,7 @@
-"""Statistics of methods that are compared over seeds and problems: aggregates, intervals, tests, power.
+"""Compare methods over seeds and problems: aggregates, intervals, tests, power.
 
-Scores of a method are ``[runs, tasks]``, outcomes are ``[seeds, problems]`` with 1 where an answer was right. Different
-methods have seeds of their own and answer the same problems.
+A method has scores ``[runs, tasks]`` and outcomes ``[seeds, problems]``, 1 if correct. Methods use independent seeds
+and share the problems.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 from posttrain.evaluation.statistics import standard_error, student_t_quantile, student_t_tail
 
-# numpy is imported by the functions that compute with it: the others take the standard library alone.
+# numpy is imported inside the functions using it: the rest need only the standard library.
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
 NUM_RESAMPLES = 5_000
-USABLE = 0.05  # a learning rate this close to the best one, in accuracy, is usable
-_SPAN = 10.0  # standard deviations of a chi variable around its mean that hold all of its mass
+USABLE = 0.05  # learning rates within this accuracy of the best are usable
+_SPAN = 10.0  # integration range, in standard deviations of a chi variable
 _NUM_NODES = 4001
 
 Statistic = Callable[["NDArray[np.float64]"], "NDArray[np.float64]"]
 
 
 def interquartile_mean(scores: ArrayLike) -> float:
-    """The mean of the middle half of all scores, of whatever shape: ``⌊n/4⌋`` are cut off on either side.
+    """Compute the interquartile mean of scores of any shape: drop ``⌊n/4⌋`` at both ends, average the rest.
 
     Source: Agarwal et al. (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", and their
     library rliable 1.2 (``scipy.stats.trim_mean`` with 0.25).
@@ -40,12 +40,12 @@ def interquartile_mean(scores: ArrayLike) -> float:
 
     values = np.asarray(scores, dtype=np.float64)
     if values.size == 0:
-        raise ValueError("no interquartile mean of nothing")
+        raise ValueError("scores: empty. Give at least one score")
     return float(_interquartile_means(values[None])[0])
 
 
 def _interquartile_means(samples: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the interquartile mean of each of ``[samples, ...]``."""
+    """Compute interquartile means ``[samples]`` from ``[samples, ...]``."""
     import numpy as np
 
     flat = np.sort(samples.reshape(len(samples), -1), axis=1)
@@ -55,7 +55,7 @@ def _interquartile_means(samples: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _resample(scores: NDArray[np.float64], random: np.random.Generator, num: int) -> NDArray[np.float64]:
-    """Draw ``[num, runs, tasks]``: within each task (a stratum), runs with replacement."""
+    """Draw ``[num, runs, tasks]``: runs with replacement, independently per task (stratum)."""
     import numpy as np
 
     runs, tasks = scores.shape
@@ -66,15 +66,15 @@ def _resample(scores: NDArray[np.float64], random: np.random.Generator, num: int
 def interquartile_interval(
     scores: ArrayLike, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """The 95 % interval of the interquartile mean by the stratified bootstrap: percentiles over resampled runs.
+    """Compute the 95 % interval of the interquartile mean: stratified bootstrap, percentile method.
 
     Args:
-        scores: ``[runs, tasks]``. Runs are drawn anew within every task.
+        scores: ``[runs, tasks]``. Runs are resampled within every task.
 
     Source: Agarwal et al. (2021), section 4.1; rliable 1.2, ``get_interval_estimates`` with the percentile method.
 
     Raises:
-        ValueError: no run.
+        ValueError: empty scores, or a wrong shape.
     """
     import numpy as np
 
@@ -91,30 +91,30 @@ def _as_scores(scores: ArrayLike) -> NDArray[np.float64]:
 
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 2 or values.size == 0:
-        raise ValueError("scores of a method are an array [runs, tasks] with a run or more")
+        raise ValueError("scores: not an array [runs, tasks] with at least one run and task")
     return values
 
 
 def probability_of_improvement(scores: ArrayLike, baseline: ArrayLike) -> float:
-    """The chance that a run of a method beats one of the baseline: the mean over tasks of ``P(X > Y) + P(X = Y) / 2``.
+    """Estimate the chance that a method beats a baseline: ``P(X > Y) + P(X = Y) / 2``, averaged over tasks.
 
     Args:
-        scores, baseline: ``[runs, tasks]``, of as many tasks.
+        scores, baseline: ``[runs, tasks]`` with the same tasks.
 
     Source: Agarwal et al. (2021), section 4.3; rliable 1.2 (the Mann-Whitney statistic over n·m).
 
     Raises:
-        ValueError: no run, or other tasks.
+        ValueError: empty scores, or different numbers of tasks.
     """
     x = _as_scores(scores)
     y = _as_scores(baseline)
     if x.shape[1] != y.shape[1]:
-        raise ValueError("a method and its baseline have the same tasks")
+        raise ValueError("scores and baseline must have the same tasks")
     return float(_improvements(x[None], y[None])[0])
 
 
 def _improvements(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the probability of improvement of each pair of samples ``[samples, runs, tasks]``."""
+    """Compute the probability of improvement per sample: two ``[samples, runs, tasks]`` give ``[samples]``."""
     import numpy as np
 
     left = x[:, :, None, :]
@@ -126,12 +126,12 @@ def _improvements(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.
 def improvement_interval(
     scores: ArrayLike, baseline: ArrayLike, *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """The 95 % interval of ``probability_of_improvement``; runs of both are drawn anew, independently, within tasks.
+    """Compute the 95 % interval of ``probability_of_improvement``, resampling both methods independently per task.
 
     Source: rliable 1.2, ``StratifiedIndependentBootstrap``.
 
     Raises:
-        ValueError: no run.
+        ValueError: empty scores, or a wrong shape.
     """
     import numpy as np
 
@@ -145,7 +145,7 @@ def improvement_interval(
 
 
 def holm(p_values: ArrayLike) -> NDArray[np.float64]:
-    """Adjust p values ``[m]`` so that the chance of any false finding is no more than the level they are compared with.
+    """Adjust p values ``[m]`` for multiple comparisons, bounding the family-wise error rate.
 
     ``max over j up to i of min(1, (m − j + 1) p_(j))`` for the i-th smallest. Source: Holm (1979).
     """
@@ -161,9 +161,9 @@ def holm(p_values: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class CrossedEstimate:
-    """A mean, or a difference of two, with a 95 % interval over seeds and problems.
+    """Mean or difference of means, with a 95 % interval over seeds and problems.
 
-    ``p``: two-sided, of a difference; 1 of a mean. ``seed_share``: the part of the variance that is of the seeds.
+    ``p``: two-sided, against a true value of 0. ``seed_share``: fraction of variance due to seeds.
     """
 
     value: float
@@ -175,7 +175,7 @@ class CrossedEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Variances:
-    """Estimates of a mean over ``[seeds, problems]``: variance by seeds, and by what is left between the two."""
+    """Variance estimates for averages over ``[seeds, problems]``: between seeds, and residual (interaction)."""
 
     by_seeds: float
     left: float
@@ -202,21 +202,22 @@ def _as_outcomes(outcomes: ArrayLike) -> NDArray[np.float64]:
 
     values = np.asarray(outcomes, dtype=np.float64)
     if values.ndim != 2 or min(values.shape) < 2:
-        raise ValueError("outcomes are an array [seeds, problems] with two seeds and two problems or more")
+        raise ValueError("outcomes: not an array [seeds, problems] with at least 2 seeds and 2 problems")
     return values
 
 
 def crossed_mean(outcomes: ArrayLike) -> CrossedEstimate:
-    """The mean of ``[seeds, problems]`` with a 95 % interval for other seeds and other problems.
+    """Average ``[seeds, problems]``, with a 95 % interval for new seeds and new problems.
 
-    Variances of a two-way layout without repetition: ``V = V_seeds + V_problems − V_left``, each mean square over its
-    number, so that what seeds and problems share is counted once. Student's t with Satterthwaite's degrees of freedom.
+    Uses the variances of a two-way layout without repetition: ``V = V_seeds + V_problems − V_left``. Each is a mean
+    square divided by its sample size; subtracting the residual ``V_left`` avoids counting it twice. The interval uses
+    Student's t with Satterthwaite's degrees of freedom.
 
     Source: Cameron, Gelbach and Miller (2011), "Robust Inference With Multiway Clustering", for the sum; Satterthwaite
-    (1946). Departure: V is never below the larger of the first two, which the difference may fall under by chance.
+    (1946). Departure: V is at least ``max(V_seeds, V_problems)``, because sampling noise can push the sum below.
 
     Raises:
-        ValueError: fewer than two seeds or problems.
+        ValueError: fewer than 2 seeds or 2 problems.
     """
     import numpy as np
 
@@ -227,22 +228,22 @@ def crossed_mean(outcomes: ArrayLike) -> CrossedEstimate:
 
 
 def crossed_difference(outcomes: ArrayLike, baseline: ArrayLike) -> CrossedEstimate:
-    """The mean of a method minus a baseline's, over the same problems and seeds of their own; see ``crossed_mean``.
+    """Compute a method's mean minus a baseline's, given independent seeds and shared problems; see ``crossed_mean``.
 
-    Problems are paired: their part of the variance is that of each problem's difference.
+    Problems are paired: ``V_problems`` is the variance of per-problem differences.
 
     Args:
         outcomes, baseline: ``[seeds, problems]``; the numbers of seeds may differ.
 
     Raises:
-        ValueError: fewer than two seeds or problems, or other problems.
+        ValueError: fewer than 2 seeds or 2 problems, or different numbers of problems.
     """
     import numpy as np
 
     a = _as_outcomes(outcomes)
     b = _as_outcomes(baseline)
     if a.shape[1] != b.shape[1]:
-        raise ValueError("a method and its baseline answer the same problems")
+        raise ValueError("outcomes and baseline must have the same problems")
     apart = a.mean(axis=0) - b.mean(axis=0)
     by_problems = float(np.var(apart, ddof=1)) / a.shape[1]
     return _estimate(float(apart.mean()), [_variances(a), _variances(b)], by_problems, a.shape[1] - 1)
@@ -252,7 +253,7 @@ def _estimate(value: float, sides: Sequence[_Variances], by_problems: float, pro
     by_seeds = math.fsum(side.by_seeds for side in sides)
     left = math.fsum(side.left for side in sides)
     variance = max(by_seeds + by_problems - left, by_seeds, by_problems)
-    if variance == 0.0:  # nothing varies: all that is known is how few orders of the seeds there are
+    if variance == 0.0:  # no variance: only a permutation test over seeds can give p
         p = 1.0
         if value != 0.0:
             seeds = [side.freedom + 1 for side in sides]
@@ -269,22 +270,22 @@ def _estimate(value: float, sides: Sequence[_Variances], by_problems: float, pro
 
 
 def seed_difference(values: Sequence[float], baseline: Sequence[float]) -> CrossedEstimate:
-    """The mean of a method's seeds minus a baseline's, with a 95 % interval over seeds alone: Welch's t test (1947).
+    """Compute a method's mean minus a baseline's, with a 95 % interval over seeds: Welch's t test (1947).
 
-    For numbers of which each seed has one, such as the mean height of its curve.
+    For scalars per seed, such as a curve's mean height.
 
     Raises:
-        ValueError: fewer than two seeds.
+        ValueError: fewer than 2 seeds.
     """
     if min(len(values), len(baseline)) < 2:
-        raise ValueError("a spread needs two seeds or more")
+        raise ValueError("estimating a variance needs at least 2 seeds")
     sides = [_Variances(standard_error(side) ** 2, 0.0, len(side) - 1) for side in (values, baseline)]
     value = math.fsum(values) / len(values) - math.fsum(baseline) / len(baseline)
     return _estimate(value, sides, 0.0, 1)
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
-    """The standard deviation within groups of seeds, pooled over the groups; None if none has two seeds."""
+    """Compute the pooled within-group standard deviation; None unless some group has two seeds."""
     squares = []
     freedom = 0
     for group in groups:
@@ -296,26 +297,26 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
 
 
 def power_of_two_samples(difference: float, n: int, level: float = 0.05) -> float:
-    """The chance that Student's two-sample t test, ``n`` runs a side, finds a true difference.
+    """Compute the power of Student's two-sided two-sample t test with ``n`` runs per side.
 
-    ``P(|T| > t)`` for T of the noncentral t distribution with 2 n − 2 degrees of freedom and ``δ √(n / 2)``: the normal
-    probability, averaged over the distribution of the estimated standard deviation.
+    ``P(|T| > t)`` for noncentral T with 2 n − 2 degrees of freedom and noncentrality ``δ √(n / 2)``: normal tail
+    probabilities, averaged over the distribution of the estimated standard deviation.
 
     Args:
-        difference: in standard deviations over seeds.
+        difference: true difference, in standard deviations over seeds.
 
     Raises:
-        ValueError: fewer than two runs.
+        ValueError: fewer than 2 runs.
     """
     if n < 2:
-        raise ValueError("a spread needs two runs or more")
+        raise ValueError("estimating a variance needs at least 2 runs")
     import numpy as np
 
     freedom = 2 * n - 2
     limit = student_t_quantile(freedom, 1.0 - level)
     shift = difference * math.sqrt(n / 2)
     width = _SPAN / math.sqrt(2 * freedom)
-    ratios = np.linspace(max(0.0, 1.0 - width), 1.0 + width, _NUM_NODES)  # estimated over true deviation
+    ratios = np.linspace(max(0.0, 1.0 - width), 1.0 + width, _NUM_NODES)  # estimated / true standard deviation
     with np.errstate(divide="ignore"):
         log_density = (freedom - 1) * np.log(ratios) - freedom * ratios**2 / 2
     density = np.exp(log_density - log_density.max())
@@ -329,16 +330,16 @@ def _normal_tail(z: float) -> float:
 
 
 def detectable_difference(n: int, *, num_comparisons: int = 1, power: float = 0.8, level: float = 0.05) -> float:
-    """The smallest true difference, in standard deviations over seeds, that ``n`` runs a side find with this power.
+    """Find the smallest detectable difference for ``n`` runs per side, in standard deviations over seeds.
 
     Args:
-        num_comparisons: the level is divided by it (Bonferroni; the first step of Holm's procedure).
+        num_comparisons: divides the level (Bonferroni, equal to Holm's strictest threshold).
 
     Raises:
-        ValueError: fewer than two runs, no comparison, or not ``0 < level < power < 1``.
+        ValueError: fewer than 2 runs, no comparison, or not ``0 < level < power < 1``.
     """
     if not 0.0 < level < power < 1.0 or num_comparisons < 1:
-        raise ValueError("0 < level < power < 1 and one comparison or more are needed")
+        raise ValueError("give 0 < level < power < 1, and num_comparisons from 1")
     own_level = level / num_comparisons
     low = 0.0
     high = 1.0
@@ -354,21 +355,21 @@ def detectable_difference(n: int, *, num_comparisons: int = 1, power: float = 0.
 
 
 def mean_height(curve: Sequence[tuple[float, float]]) -> float:
-    """The area under a curve of (step, value), by trapezoids, over its width: its mean height.
+    """Compute the mean height of a (step, value) curve: trapezoidal area divided by width.
 
     Raises:
-        ValueError: fewer than two points.
+        ValueError: fewer than 2 points.
     """
     if len(curve) < 2:
-        raise ValueError("no area under fewer than two points")
+        raise ValueError("a curve needs at least 2 points")
     areas = [(right - left) * (low + high) / 2 for (left, low), (right, high) in pairwise(curve)]
     return math.fsum(areas) / (curve[-1][0] - curve[0][0])
 
 
 def steps_to(curve: Sequence[tuple[float, float]], threshold: float) -> float | None:
-    """The first step at which a curve of (step, value) is at ``threshold``, between two points on their line.
+    """Find where a (step, value) curve first reaches ``threshold``, interpolating linearly.
 
-    None if it never is.
+    None if never reached.
     """
     if curve and curve[0][1] >= threshold:
         return curve[0][0]
@@ -379,9 +380,9 @@ def steps_to(curve: Sequence[tuple[float, float]], threshold: float) -> float | 
 
 
 def usable_rates(results: Mapping[float, float], within: float = USABLE) -> list[float]:
-    """The learning rates whose result is within ``within`` of the best one, in rising order."""
+    """Select learning rates whose result is within ``within`` of the best, in ascending order."""
     if not results:
         return []
     best = max(results.values())
-    # half an answer in a million: a difference of exactly ``within`` may come out of rounding a little larger
+    # Tolerance: rounding can push a difference of exactly ``within`` slightly above.
     return sorted(rate for rate, value in results.items() if best - value <= within + 1e-9)

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: ``items.jsonl``, ``summary.md`` and, written last, ``results.json``."""
+"""Evaluation folders: ``items.jsonl``, ``summary.md`` and, written last, ``results.json``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from posttrain.untrusted import first_fault, harmless
 ITEMS = "items.jsonl"
 RESULTS = "results.json"
 SUMMARY = "summary.md"
-# Settings that say which weights were asked and how they were named.
+# Settings naming or fingerprinting the evaluated weights.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
-# ``summary.md`` of an evaluation, from it, its settings and its environment (``reports.evaluation.write_page``).
+# Renders ``summary.md`` from evaluation, settings and environment (``reports.evaluation.write_page``).
 WritePage = Callable[[Evaluation, Mapping[str, object], Mapping[str, object]], str]
 
 
 @dataclass(frozen=True)
 class FinishedEvaluation:
-    """A finished evaluation, read from its folder."""
+    """A finished evaluation, loaded from disk."""
 
     folder: Path
     evaluation: str
@@ -42,19 +42,19 @@ class FinishedEvaluation:
 
     @property
     def label(self) -> str:
-        """The name of its model."""
+        """Model name for display."""
         return str(self.settings.get("label") or self.settings.get("model") or self.folder.name)
 
     @property
     def template(self) -> str:
-        """The name of its template."""
+        """Template name."""
         template = self.settings.get("template", "")
         if isinstance(template, Mapping):
             return str(template["name"])
         return str(template)
 
     def items(self) -> list[Item]:
-        """Its items (see ``read_items``); each has as many answers as the settings say, or none."""
+        """Read the items (see ``read_items``), each with ``settings["samples"]`` answers or none."""
         return read_items(self.folder / ITEMS, self.settings.get("samples", 1))
 
 
@@ -76,7 +76,7 @@ class _Settings(_Strict):
 
 
 class _Written(_Strict):
-    """The keys of ``results.json`` that are read again; an untrusted file may hold anything."""
+    """Schema of ``results.json``, limited to keys read back; an untrusted file may hold anything."""
 
     evaluation: str
     results: dict[str, FiniteFloat | None]
@@ -88,7 +88,7 @@ class _Written(_Strict):
 def write_evaluation(
     folder: Path, settings: Mapping[str, object], evaluation: Evaluation, write_page: WritePage
 ) -> None:
-    """Write the items, the page and the results; ``settings`` are all that decides about the answers."""
+    """Write items, page and results; ``settings`` must include everything affecting the answers."""
     refuse_links(folder)
     environment = describe_environment()
     content = {
@@ -108,12 +108,12 @@ def write_records(
     content: Mapping[str, object],
     environment: Mapping[str, object] | None = None,
 ) -> None:
-    """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
+    """Write ``items.jsonl``, ``summary.md`` and, last, ``results.json``, replacing earlier files.
 
-    ``environment``: described already for the page.
+    ``environment``: reused from the page; described here if None.
 
     Raises:
-        StorageError: the disk is full or not writable.
+        StorageError: writing failed, for example on a full disk.
     """
     with storage_errors("evaluation", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,16 +126,18 @@ def write_records(
 
 
 def read_finished(folder: str | Path) -> FinishedEvaluation:
-    """The finished evaluation in ``folder``.
+    """Read the finished evaluation in ``folder``.
 
     Raises:
-        DataError: it is the folder of no evaluation, of an interrupted one, or of another kind.
+        DataError: not an evaluation folder, interrupted, or a different kind of evaluation.
     """
     path = Path(folder) / RESULTS
     try:
         content = json.loads(read_record(path))
     except FileNotFoundError:
-        raise DataError(path, "no evaluation was finished here; `posttrain evaluate` writes this file last") from None
+        raise DataError(
+            path, "missing, so no finished evaluation; `posttrain evaluate` writes this file last"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
     keys = {}
@@ -144,19 +146,19 @@ def read_finished(folder: str | Path) -> FinishedEvaluation:
     if "measured" in keys:
         raise DataError(
             path,
-            f"these are the results of a reward model ({keys['measured']}), which wrote no answers to compare; "
-            "`posttrain evaluate RM_A RM_B` tests the difference of two reward models",
+            f"reward-model results ({keys['measured']}) contain no generated answers to compare; "
+            "`posttrain evaluate RM_A RM_B` compares reward models",
         )
     if "a" in keys and "b" in keys:
         raise DataError(
             path,
-            f"these are the results of --against: {keys['a']} and {keys['b']} are compared in them already; "
-            "`posttrain evaluate --compare A B` tests the difference of two models",
+            f"head-to-head results (--against) already compare {keys['a']} and {keys['b']}; "
+            "`posttrain evaluate --compare A B` compares separate evaluations",
         )
     try:
         checked = _Written.model_validate(content)
     except ValidationError as error:
-        raise DataError(path, f"not the results of an evaluation ({first_fault(error)})") from None
+        raise DataError(path, f"invalid evaluation results ({first_fault(error)})") from None
     results = {name: value for name, value in checked.results.items() if value is not None}
     return FinishedEvaluation(
         Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing
@@ -164,14 +166,14 @@ def read_finished(folder: str | Path) -> FinishedEvaluation:
 
 
 def is_evaluation_folder(folder: str | Path) -> bool:
-    """Return whether a folder is of an evaluation, and not of a model or a run."""
+    """Check if a folder contains evaluation results rather than a model or run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
     return (path / RESULTS).is_file() and not is_other
 
 
 def finished_before(folder: Path, settings: Mapping[str, object]) -> FinishedEvaluation | None:
-    """The evaluation in a folder, if it was finished with the same settings; else None."""
+    """Read the evaluation in a folder if its settings match; else None."""
     if not (folder / RESULTS).is_file():
         return None
     finished = read_finished(folder)
@@ -181,7 +183,7 @@ def finished_before(folder: Path, settings: Mapping[str, object]) -> FinishedEva
 
 
 def settings_replaced(folder: Path, settings: Mapping[str, object]) -> list[str]:
-    """Return the settings in which an evaluation in ``folder`` differs from this one; none where they are not read."""
+    """List settings that differ from the evaluation stored in ``folder``; empty if unreadable."""
     try:
         content = json.loads(read_record(folder / RESULTS))
         before = _deciding(dict(content["settings"]))
@@ -192,12 +194,12 @@ def settings_replaced(folder: Path, settings: Mapping[str, object]) -> list[str]
 
 
 def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, object]]) -> Path:
-    """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... without an evaluation of another question.
+    """Choose ``wanted`` or the first of ``wanted-2``, ``wanted-3``, ... free of evaluations with different settings.
 
-    Newer weights of the same model are the same question: their results replace the older ones.
+    Newer weights for a model count as the same settings: new results replace older ones.
 
     Args:
-        wanted_settings: settings by the name of a folder below; the empty name is the folder itself.
+        wanted_settings: settings by subfolder name; the empty name means the folder itself.
     """
     folder = wanted
     number = 1
@@ -212,7 +214,7 @@ def folder_of_its_own(wanted: Path, wanted_settings: Mapping[str, Mapping[str, o
 
 
 def _deciding(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that identify an evaluation, as JSON has them, without the address of a server."""
+    """Normalize identifying settings through JSON, dropping the server address."""
     deciding: dict[str, object] = json.loads(json.dumps(settings, default=str))
     engine = deciding.get("engine")
     if isinstance(engine, dict):
@@ -221,7 +223,7 @@ def _deciding(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def weights_mark(path: str) -> str | None:
-    """A fingerprint of name, size and time of change of the weights in a local folder; None for a hub name."""
+    """Fingerprint names, sizes and modification times of ``*.safetensors`` files; None for a hub name."""
     folder = Path(path)
     if not folder.is_dir():
         return None
@@ -231,13 +233,13 @@ def weights_mark(path: str) -> str | None:
 
 
 def refuse_other(folder: Path) -> None:
-    """Keep an evaluation's files out of the folder of a run or a model, whose own would be overwritten.
+    """Refuse to write evaluation files into a run or model folder, where they would overwrite existing files.
 
     Raises:
-        UsageError: it is one.
+        UsageError: ``folder`` is a run or model folder.
     """
     for name, what in (("recipe.yaml", "a run"), ("config.json", "a model")):
         if (folder / name).is_file():
             raise UsageError(
-                f"--out {folder}: that is the folder of {what}; give another, such as {folder}/evaluation/a"
+                f"--out {folder}: already contains {what}; give a different folder, such as {folder}/evaluation/a"
             )

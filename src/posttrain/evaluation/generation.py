@@ -1,4 +1,4 @@
-"""Evaluation by generation: answers are sampled, graded, and counted."""
+"""Evaluation by generation: sample answers, grade them, compute results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_
 from posttrain.types import Example, Rollout
 
 SCORES_AT_A_TIME = 256
-MAX_DRAWS = 20  # examples that are looked at for each question that is asked
+MAX_DRAWS = 20  # examples examined per requested question
 
 
 class AnswerScorer(Protocol):
-    """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
+    """A reward model: scores texts as answers, one float per text or None if not scorable."""
 
     def score(
         self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]
@@ -39,9 +39,9 @@ class AnswerScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The progress of an evaluation: items done of all, the sum of their shares of right answers, tokens sampled.
+    """Evaluation progress: finished items, summed per-item accuracy, sampled tokens.
 
-    ``num_correct`` is None where nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
+    ``num_correct`` is None if nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
     """
 
     phase: str
@@ -53,10 +53,10 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The outcome of an evaluation.
+    """Results, rollouts and items of a finished evaluation.
 
-    ``results`` by name (``summarize``; ``seconds``: wall time), ``rollouts``, ``items`` with their answers, ``kinds``:
-    accuracy by kind of item, ``timing``.
+    ``results``: see ``summarize``, plus ``seconds`` of wall time. ``items`` include their answers. ``kinds``:
+    accuracy by kind of item.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Evaluation:
 
     @property
     def kind_results(self) -> dict[str, float]:
-        """Return ``kinds`` as results by name: ``level=5:accuracy``."""
+        """Flatten ``kinds`` to results such as ``level=5:accuracy``."""
         return kind_results(self.kinds)
 
 
 def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
-    """The items that every evaluation of a task uses: all, or a fixed sample of ``n``, in task order.
+    """Choose a task's evaluation items: all, or a fixed random sample of ``n``, in task order.
 
-    ``seed``: which sample; 0 is everybody's.
+    ``seed``: selects the sample; every evaluation uses 0.
     """
     if n >= size:
         return list(range(size))
@@ -83,12 +83,12 @@ def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
 
 
 def question_of(example: Example) -> Hashable:
-    """Return the identity of a question: two examples that agree in it are one."""
+    """Build a question's identity: equal keys mean duplicate questions."""
     return example.messages, example.answer, repr(sorted(example.variables.items()))
 
 
 def content_of(example: Example) -> Hashable:
-    """Return the identity of an example with given answers."""
+    """Build an example's identity including given answers."""
     e = example
     return question_of(e), e.solution, e.demonstration, e.turns, e.responses, e.conversation
 
@@ -96,10 +96,10 @@ def content_of(example: Example) -> Hashable:
 def distinct_indices(
     examples: Sequence[Example], n: int, seed: int = 0, key: Callable[[Example], Hashable] = question_of
 ) -> list[int]:
-    """``held_out_indices`` without repetitions: of examples with one ``key`` the first drawn is taken.
+    """Choose ``held_out_indices`` without duplicates: the first drawn example per ``key`` is kept.
 
-    Repeated questions would count as new ones in an interval. Others take their places, as far as there are some among
-    the first ``MAX_DRAWS`` times ``n`` that are drawn.
+    Duplicate questions would count as independent in an interval. Replacements come from the first ``MAX_DRAWS * n``
+    draws, so fewer than ``n`` may result.
     """
     size = len(examples)
     seen = set[Hashable]()
@@ -121,15 +121,15 @@ def distinct_indices(
 def held_out(
     task: Task, n: int, *, key: Callable[[Example], Hashable] = question_of, distinct: bool = True
 ) -> list[Example]:
-    """The at most ``n`` examples of a task that every evaluation uses, each once (``distinct_indices``).
+    """Choose up to ``n`` evaluation examples, without duplicates (``distinct_indices``).
 
-    ``distinct``: False where an environment makes the question, which may differ where the prompt does not.
+    ``distinct``: False if an environment creates the question, which can differ for the same prompt.
 
     Raises:
         UsageError: the task is empty.
     """
     if len(task.examples) == 0:
-        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: no examples to evaluate")
     if distinct:
         indices = distinct_indices(task.examples, n, key=key)
     else:
@@ -138,18 +138,18 @@ def held_out(
 
 
 def task_label(task: Task) -> str:
-    """``name/split``: how a task's results are called."""
+    """Format ``name/split``, the label used in results."""
     return f"{task.name}/{task.split}"
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The questions of an evaluation: ``samples`` completions for each of at most ``n`` fixed held-out items of a task.
+    """Questions to evaluate: ``samples`` completions for up to ``n`` fixed held-out items.
 
-    Questions that the task repeats are asked once.
+    Duplicate questions are asked once.
 
-    ``ks``: of pass@k and its like. ``seed``: of the random numbers. ``step``: under which rollouts are recorded.
-    ``batch``: completions that are sampled at a time (whole items); None: all.
+    ``ks``: k values for pass@k and similar measures. ``seed``: for sampling. ``step``: recorded in rollouts.
+    ``batch``: completions sampled at a time, rounded to whole items; None: no limit.
     """
 
     task: Task
@@ -169,19 +169,19 @@ def evaluate_sampler(
     scorer: AnswerScorer | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
-    """Sample the answers to some questions and grade them.
+    """Sample answers and grade them.
 
-    A prompt without room in the model's context counts as wrong (``prompts_too_long``), so that models with different
-    contexts are measured on the same items. A question that the task repeats is asked once, so that n and intervals are
-    of distinct ones (``repeated_prompts`` counts what is missing). The answers to an item are a function of (seed,
-    task, its place, number of the sample), and not of ``batch``.
+    A prompt exceeding the context counts as wrong (``prompts_too_long``), so models with different contexts are
+    compared on the same items. Duplicate questions are asked once, so n and intervals refer to distinct questions
+    (``repeated_prompts`` counts duplicates). Answers depend on (seed, task, item index, sample index), not on
+    ``batch``.
 
     Args:
-        scorer: a reward model that scores every answer.
-        observe: called with the progress after each batch.
+        scorer: reward model to score all answers.
+        observe: called after each batch.
 
     Raises:
-        UsageError: the task is empty, or no prompt fits.
+        UsageError: the task is empty, or all prompts are too long.
     """
     started = time.perf_counter()
     task = questions.task
@@ -222,7 +222,7 @@ def evaluate_sampler(
 
 
 def _batches(slots: list[int], questions: Questions) -> list[list[int]]:
-    """The slots of each batch, whose completions are sampled together."""
+    """Group slots into batches for sampling."""
     size = len(slots)
     if questions.batch is not None:
         size = max(1, questions.batch // questions.samples)
@@ -232,7 +232,7 @@ def _batches(slots: list[int], questions: Questions) -> list[list[int]]:
 def _ask(
     sampler: Sampler, questions: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
 ) -> list[list[Rollout]]:
-    """The graded answers to the items of a batch, examples with prompts by place; ``timing`` is added to."""
+    """Sample and grade one batch, given examples and prompts by slot; adds to ``timing``."""
     before = time.perf_counter()
     slots = list(batch)
     request = RolloutRequest(
@@ -253,19 +253,19 @@ def _ask(
 
 
 def _read_questions(sampler: Sampler, questions: Questions) -> tuple[list[Example], dict[int, list[int]]]:
-    """The examples, and by place the prompts of those that fit."""
+    """Choose examples, and encode prompts by slot, skipping those that are too long."""
     examples = held_out(questions.task, questions.n, distinct=sampler.stage is None)
     limit = sampler.context_tokens
     kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
     if not kept:
-        raise UsageError(f"task {questions.task.name!r}: no prompt fits into the model's {limit} tokens")
+        raise UsageError(f"task {questions.task.name!r}: all prompts exceed the model's {limit} tokens")
     return examples, dict(zip(kept, prompts, strict=True))
 
 
 def _scored(
     items: Sequence[Item], examples: Sequence[Example], scorer: AnswerScorer, tell: Callable[[int], None]
 ) -> list[Item]:
-    """The items with every answer scored, those of known items too."""
+    """Score all answers, adding scores to the items."""
     owners = []
     for index, item in enumerate(items):
         for sample in item.samples:

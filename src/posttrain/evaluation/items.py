@@ -1,7 +1,7 @@
-"""Held-out items with their graded answers (``items.jsonl``, one a line), and the results computed from them.
+"""Held-out items with graded answers (``items.jsonl``, one per line), and results computed from them.
 
-Every rate counts items, and an item without answers (its prompt did not fit) counts as wrong in all of them, so
-that models with different contexts are measured on the same items.
+All rates are averaged over items. An item without answers (prompt too long) counts as wrong in every rate, so models
+with different contexts are compared on the same items.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from posttrain.types import TRUNCATED, Example, Rollout
 from posttrain.untrusted import first_fault
 
 Scalar = str | int | float | bool | None
-_OPTIONAL = ("transcript", "response_ids", "is_scored")  # written only if they have a value
+_OPTIONAL = ("transcript", "response_ids", "is_scored")  # written only if set
 
 
 @dataclass(frozen=True, slots=True)
 class ItemSample:
-    """One sampled answer to an item, graded.
+    """A graded answer.
 
-    ``text``: the graded text (``Rollout.text``). ``in_format``: the template's format was kept; None without one.
-    ``parts``: the unweighted rewards and the grader's numbers. ``score``: of a reward model (``--best-of``).
-    ``transcript``: all turns, with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to
-    others. ``is_scored``: False if every reward returned None.
+    ``text``: graded text (``Rollout.text``). ``in_format``: follows the template's format; None if not checked.
+    ``parts``: unweighted rewards, and numbers from the grader. ``score``: from a reward model (``--best-of``).
+    ``transcript``: all turns, for environments. ``response_ids``: sampled tokens, if re-encoding ``text`` gives
+    different tokens. ``is_scored``: False if every reward function returned None.
     """
 
     text: str
@@ -74,10 +74,10 @@ class ItemSample:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One held-out example with its answers, in the order in which they were sampled.
+    """A held-out example with answers in sampling order.
 
-    ``index``: its place among the items of the evaluation. ``meta``: the facts of the example that are plain values
-    (subject, level, ...). No samples: its prompt did not fit into the model's context.
+    ``index``: position within the evaluation. ``meta``: scalar metadata (subject, level, ...). ``samples`` is empty
+    if the prompt was too long for the context.
     """
 
     id: str
@@ -93,14 +93,14 @@ class Item:
 
     @property
     def share(self) -> float:
-        """The share of its samples that were right; 0 without samples."""
+        """Fraction of correct samples; 0 without samples."""
         if self.samples:
             return self.num_correct / len(self.samples)
         return 0.0
 
     @property
     def is_ungraded(self) -> bool:
-        """There was nothing to grade its answers against."""
+        """Check if answers exist, but no gold answer to grade them."""
         if not self.samples:
             return False
         return all(sample.outcome == "ungraded" for sample in self.samples)
@@ -110,12 +110,12 @@ _ITEM = TypeAdapter(Item)
 
 
 def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) -> Item:
-    """The item of an example."""
+    """Convert an example to an item."""
     return Item(example.id, index, prompt_text(example), example.answer, meta_of(example), tuple(samples))
 
 
 def meta_of(example: Example) -> dict[str, Scalar]:
-    """The facts of an example that are plain values."""
+    """Select scalar metadata from an example."""
     facts = {}
     for key, value in example.meta.items():
         if value is None or isinstance(value, str | int | float):
@@ -124,7 +124,7 @@ def meta_of(example: Example) -> dict[str, Scalar]:
 
 
 def digest_examples(examples: Sequence[Example]) -> str:
-    """SHA-256 (16 hex digits) of messages, gold answers, graders and facts: are these rows still the same?"""
+    """Hash messages, gold answers, graders and metadata (16 hex digits of SHA-256) to detect changed rows."""
     digest = hashlib.sha256()
     for example in examples:
         messages = [[message.role, message.content] for message in example.messages]
@@ -134,7 +134,7 @@ def digest_examples(examples: Sequence[Example]) -> str:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON does not know, in a form that is the same in every process."""
+    """Convert values unknown to JSON into a form independent of the process."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set):
@@ -143,7 +143,7 @@ def _plain(value: object) -> object:
 
 
 def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
-    """The record of a graded answer."""
+    """Convert a graded rollout to a record."""
     part = sampler.grader.format_part
     tokenizer = sampler.tokenizer
     template = sampler.grader.template
@@ -174,10 +174,10 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
 
 
 def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> None:
-    """``items.jsonl``, in one step; items of other kinds of evaluations are plain data.
+    """Write ``items.jsonl`` atomically; reward-model and head-to-head items are plain mappings.
 
     Raises:
-        StorageError: the disk is full or not writable.
+        StorageError: writing failed, for example on a full disk.
     """
     lines = []
     for item in items:
@@ -190,18 +190,18 @@ def write_items(items: Sequence[Item | Mapping[str, object]], path: Path) -> Non
 
 
 def _without_empty(fields: list[tuple[str, object]]) -> dict[str, object]:
-    """The fields of an item or a sample, without the optional ones in which there is nothing."""
+    """Drop unset optional fields."""
     return {name: value for name, value in fields if value is not None or name not in _OPTIONAL}
 
 
 def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
-    """The items that ``write_items`` wrote.
+    """Read ``items.jsonl`` as written by ``write_items``.
 
     Args:
-        samples: how many answers an item has, if it has any; None: any number.
+        samples: expected answers per item, if any; None: unchecked.
 
     Raises:
-        DataError: no such file, a line that is no item, or one with another number of answers.
+        DataError: missing file, an invalid line, or an unexpected number of answers.
     """
     try:
         lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
@@ -212,31 +212,31 @@ def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
         try:
             items.append(_ITEM.validate_json(line, strict=True))
         except ValidationError as error:
-            what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
+            what = f"not an evaluation item ({first_fault(error)}); evaluate again to replace it"
             raise DataError(path, what, number) from None
         if samples is not None and len(items[-1].samples) not in (0, samples):
-            what = f"{len(items[-1].samples)} answers, where the settings of the evaluation say {samples}"
-            raise DataError(path, f"{what}; evaluate again to replace the file", number)
+            what = f"{len(items[-1].samples)} answers, but the evaluation settings say {samples}"
+            raise DataError(path, f"{what}; evaluate again to replace it", number)
     return items
 
 
-MAX_KIND_CHARS = 40  # of a key or a value in the name of a result
-MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
+MAX_KIND_CHARS = 40  # for keys and values within result names
+MAX_KINDS = 60  # ignore a meta key with more values (MMLU has 57 subjects)
 LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
-# Results that are the share of episodes which ended so (``Completion.finish``), where there are such.
+# Result names for episode endings (``Completion.finish``): the fraction of such episodes, if any.
 OF_EPISODES = {
     "out_of_turns": "out_of_turns",
     "tool_failed": "tool_failed",
     "environment_failed": "environment_failures",
 }
-NONE = "none"  # items that lack a key which others have
+NONE = "none"  # items without this key
 
 ANY_TASK = Task("", "", ())
 Kinds = dict[str, dict[str, dict[str, float]]]
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """The powers of two below ``samples``, and ``samples`` itself; nothing for one sample."""
+    """List powers of two below ``samples``, followed by ``samples``; empty for one sample."""
     if samples == 1:
         return ()
     return (*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples)
@@ -250,17 +250,17 @@ def summarize(
     ks: Sequence[int] = (),
     format_part: str | None = None,
 ) -> dict[str, float]:
-    """Compute the results of an evaluation by name (``store/metric_names.py``).
+    """Compute evaluation results (``store/metric_names.py``).
 
-    Accuracy is over items with a gold answer; without any the mean reward has the interval. With several samples there
-    are also the clustered ``standard_error``, ``pass@k``, ``majority@k`` and, of scored samples, ``best_of@k``. Shares
-    and means are over all samples, with ``reward/NAME`` for every further reward and fact of the grader.
-    ``Task.shares`` have intervals, and ``NAME_n``.
+    Accuracy averages over items with a gold answer; if none exist, the mean reward gets an interval. Several samples
+    per item add the clustered ``standard_error``, ``pass@k``, ``majority@k`` and, if scored, ``best_of@k``. Rates and
+    means use all samples, and include ``reward/NAME`` for additional rewards and grader metrics. ``Task.shares`` add
+    intervals and ``NAME_n``.
 
     Args:
-        items: with as many samples each as ``samples``, or none.
+        items: each with ``samples`` samples, or none.
         ks: at most ``samples``.
-        format_part: the reward that measures the template's format, which has a result under another name.
+        format_part: name of the format reward, reported separately as ``format``.
     """
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
@@ -299,7 +299,7 @@ def summarize(
 
 
 def _sample_results(drawn: Sequence[ItemSample], total: int, task: Task) -> dict[str, float]:
-    """Shares and means over the samples; ``total`` also counts the missing samples of items without answers."""
+    """Compute rates and means over samples; ``total`` includes missing samples of unanswered items."""
     results = {}
     in_format = [s.in_format for s in drawn]
     if None not in in_format:
@@ -326,31 +326,31 @@ def _sample_results(drawn: Sequence[ItemSample], total: int, task: Task) -> dict
 
 
 def _scored_rewards(samples: Iterable[ItemSample]) -> list[float]:
-    """The rewards of the answers that have one."""
+    """Select rewards from answers having one."""
     return [sample.reward for sample in samples if sample.is_scored is None]
 
 
 def mean_interval(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean of one value per item, with its 95 % Student-t interval (``_low``, ``_high``)."""
+    """Average one value per item, adding the 95 % Student-t interval (``_low``, ``_high``)."""
     middle = statistics.fmean(values)
     half = half_width(values)
     return {name: middle, f"{name}_low": middle - half, f"{name}_high": middle + half}
 
 
 def graded_items(items: Sequence[Item]) -> list[Item]:
-    """Return the items that count in accuracy: all but the ungraded; none if nothing that was answered was graded."""
+    """Select items for accuracy, dropping ungraded ones; empty if no answer was graded."""
     if all(item.is_ungraded for item in items if item.samples):
         return []
     return [item for item in items if not item.is_ungraded]
 
 
 def has_scores(items: Sequence[Item]) -> bool:
-    """Return whether a reward model was asked about the samples."""
+    """Check if any sample has a reward-model score."""
     return any(sample.score is not None for item in items for sample in item.samples)
 
 
 def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
-    """The measures of several samples per item, for each k."""
+    """List measures for several samples per item, for each k."""
     kinds = ["pass", "majority"]
     if has_scores(items):
         kinds.append("best_of")
@@ -358,7 +358,7 @@ def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
 
 
 def item_values(items: Sequence[Item], name: str) -> list[float]:
-    """The value of each item in a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
+    """Compute per-item values for a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
     kind, _, k = name.partition("@")
 
     def value_of(item: Item) -> float:
@@ -382,13 +382,13 @@ def item_values(items: Sequence[Item], name: str) -> list[float]:
 
 
 def with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
-    """The mean of one value per item, each of ``draws`` draws, and its 95 % interval (``_low``, ``_high``)."""
+    """Average one value per item, adding the 95 % interval (``_low``, ``_high``); ``draws``: see ``item_interval``."""
     low, high = item_interval(values, draws)
     return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
 
 
 def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
-    """Accuracy by kind of item, of the graded items: each kind's n, and its accuracy with the interval."""
+    """Compute accuracy with interval, and n, by kind of item; ungraded items are excluded."""
     graded = graded_items(items)
 
     def measure(places: Sequence[int]) -> dict[str, float]:
@@ -400,9 +400,9 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
 
 
 def kind_results(kinds: Kinds) -> dict[str, float]:
-    """Return the breakdown as results: ``level=5:accuracy`` with ``_low``, ``_high`` and ``_n``.
+    """Flatten the breakdown to results: ``level=5:accuracy`` with ``_low``, ``_high`` and ``_n``.
 
-    Values become words (``KIND``), so that a name has no other ``/``, ``:`` or ``=``.
+    Characters outside ``[\\w.+-]`` become ``_``, so names stay free of additional ``/``, ``:`` or ``=``.
     """
     results: dict[str, float] = {}
     for key, values in kinds.items():
@@ -418,16 +418,16 @@ def kind_results(kinds: Kinds) -> dict[str, float]:
 
 
 def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:
-    """Apply ``measure`` to each kind of item, given the places of its items, for each key of ``meta``.
+    """Group items by each ``meta`` key, and apply ``measure`` to every group's item indices.
 
-    Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
-    ``MAX_KINDS`` kinds, at most half as many as there are items, and cuts them otherwise than the keys before.
+    Values with the same text (5 and ``"5"``, None and ``"none"``) form one group. A key is used if it yields between 2
+    and ``MAX_KINDS`` groups, at most half the number of items, and its partition differs from earlier ones.
     """
     kinds: Kinds = {}
     cuts: set[frozenset[tuple[int, ...]]] = set()
     for key in dict.fromkeys(key for meta in metas for key in meta):
         groups: dict[str, list[int]] = {}
-        values: dict[Scalar, str] = {}  # 1 and 1.0 are one value, called by how it is written first
+        values: dict[Scalar, str] = {}  # 1 and 1.0 are equal; the first spelling names the group
         for place, meta in enumerate(metas):
             value = meta.get(key)
             if value is None:
@@ -444,7 +444,7 @@ def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[i
 
 
 def _in_order(values: Mapping[Scalar, str]) -> list[str]:
-    """The kinds that ``values`` are called by: of numbers by size, then of texts, then of items without a value."""
+    """Order group names: numbers ascending, then text, then missing values."""
     numbers = sorted(value for value in values if isinstance(value, int | float))
     texts = sorted(value for value in values if isinstance(value, str))
     ordered: list[Scalar] = [*numbers, *texts]

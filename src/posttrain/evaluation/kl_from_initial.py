@@ -1,4 +1,4 @@
-"""KL of a policy from its start, and its entropy, on fixed held-out prompts."""
+"""KL from the initial policy, and entropy, measured on fixed held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_
 from posttrain.types import Batch, Rollout, Sample, collate, with_float64
 
 NUM_CANDIDATES = 1024
-# Probabilities of all candidates exist for so many tokens at a time, whatever training can afford.
+# Limits memory for candidate probabilities, even if training can afford larger micro-batches.
 MAX_TOKENS = 2048
 
 
@@ -27,12 +27,12 @@ MAX_TOKENS = 2048
 def measure_kl(
     sampler: Sampler, questions: Questions, *, policy: Forward, start: Reference, tokens_per_micro: int
 ) -> dict[str, float]:
-    """Sample one answer to each of the fixed held-out prompts, and read it with both models.
+    """Sample one response per held-out prompt, and evaluate both models on it.
 
-    ``kl_initial``: KL(π‖π_start) of a whole answer in nats: per token exact over the two distributions (beyond the
-    1,024 likeliest tokens the rest counts as one), which varies far less than an estimate from sampled tokens.
-    ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_completion_length``,
-    ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
+    ``kl_initial``: KL(π‖π_start) per response in nats: the exact per-token KL, summed (tokens outside the 1,024 most
+    likely are merged into one). Its variance is far lower than for estimates from sampled tokens. ``entropy``: nats
+    per token, at sampling temperature. ``sampled_accuracy``, ``sampled_completion_length``, ``sampled_reward`` and
+    ``sampled_reward/<part>`` for additional rewards: means over responses.
     """
     task = questions.task
     limit = sampler.context_tokens - 1
@@ -42,11 +42,13 @@ def measure_kl(
     groups, _ = collect(sampler, RolloutRequest([examples[i] for i in kept], prompts, questions.sampling, key))
     rollouts = [g[0] for g in groups if not g[0].has_failed]
     if not rollouts:
-        raise RunFailure(f"evaluation: the environment failed in every answer; the first: {groups[0][0].failures[0]}")
+        raise RunFailure(
+            f"evaluation: the environment failed for all answers; first failure: {groups[0][0].failures[0]}"
+        )
     batch = answers_as_batch(rollouts)
 
     def measure(part: Batch) -> tuple[float, float]:
-        """Return the sums of KL and entropy over the trained tokens."""
+        """Sum KL and entropy over trained tokens."""
         now = policy(part, "detached")
         assert now.entropy is not None
         apart = kl_of_states(part, policy, start.open())
@@ -64,7 +66,7 @@ def measure_kl(
     scored = [r.reward for r in rollouts if r.is_scored]
     if scored:
         info["sampled_reward"] = statistics.fmean(scored)
-    for name in rollouts[0].parts:  # those that every answer has; the mean of ``correct`` has a name of its own
+    for name in rollouts[0].parts:  # only parts present in all answers; ``correct`` is reported as sampled_accuracy
         if name != "correct" and all(name in r.parts for r in rollouts):
             info[f"sampled_reward/{name}"] = statistics.fmean(r.parts[name] for r in rollouts)
     if any(rollout.outcome != "ungraded" for rollout in rollouts):
@@ -73,7 +75,7 @@ def measure_kl(
 
 
 def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
-    """One row for each answer behind its prompt, the tokens of the answer trained."""
+    """Build one row per answer: prompt followed by response, with the mask on response tokens."""
     samples = []
     for index, rollout in enumerate(rollouts):
         prefix = len(rollout.prompt_ids)
@@ -87,14 +89,13 @@ def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:
 def kl_of_states(
     batch: Batch, policy: Forward, opened: AbstractContextManager[Forward], num_ids: int | None = None
 ) -> Tensor:
-    """``float64 [B, T]``: KL(π‖π_other) of the next token's distribution at each trained token, 0 elsewhere.
+    """Compute KL(π‖π_other) per trained token, 0 elsewhere: ``float64 [B, T]``.
 
-    ``opened`` gives the other model for the time that it is read: it may be the policy's own module with its
-    adapter off. ``num_ids``: both distributions are over so many first ids, which the models share; None: over the
-    policy's.
+    ``opened`` provides the second model only while needed: it may share the policy's module, with the adapter
+    disabled. ``num_ids``: restricts both distributions to the first ``num_ids`` ids; by default the policy's limit.
 
     Raises:
-        UsageError: the other model's vocabulary is smaller, and lacks a likely token.
+        UsageError: a likely token is outside the second model's vocabulary.
     """
     was = policy.num_ids
     if num_ids is not None:
@@ -108,7 +109,7 @@ def kl_of_states(
     with opened as model:
         size = model.num_rows
         if int(ids.max()) >= size:
-            raise UsageError(f"a likely token of one model is none of the other's {size}; their vocabularies differ")
+            raise UsageError(f"vocabularies differ: likely token ids exceed the second model's {size} tokens")
         before = model.num_ids
         model.restrict(vocabulary)
         theirs = model(batch, "none", with_candidates=True).candidate_logprobs

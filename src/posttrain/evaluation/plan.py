@@ -1,4 +1,4 @@
-"""Models × tasks × templates as single evaluations (trials), and their execution."""
+"""Plan and run evaluations: one trial per model, task and template."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ MAX_NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """Settings of drawing and counting answers, the same for every trial.
+    """Sampling settings shared by all trials.
 
-    ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
+    ``max_tokens`` None: each model's default. ``batch`` None: sample all answers at once.
     """
 
     n: int
@@ -78,7 +78,7 @@ class Drawing:
     rules: DecodingRules = NO_RULES
 
     def as_settings(self) -> dict[str, Any]:
-        """Return all as plain data; of the rules those that are given."""
+        """Convert to plain data, including only decoding rules that were given."""
         settings = {name: value for name, value in asdict(self).items() if name != "rules"}
         return settings | self.rules.given()
 
@@ -96,33 +96,31 @@ def choose_drawing(
     stop: str | Sequence[str] | None = None,
     **others: Any,
 ) -> Drawing:
-    """Return the settings of drawing, with the defaults that depend on one another.
+    """Build sampling settings, resolving defaults that depend on other options.
 
     Raises:
-        UsageError: an option that would do nothing, or k answers out of fewer.
+        UsageError: an option without effect, or ``k`` above ``samples``.
     """
     if temperature is None:
         temperature = float(samples > 1)
     if temperature < SMALLEST_TEMPERATURE:
         temperature = 0.0
     if temperature == 0 and samples > 1:
-        raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
+        raise UsageError("--samples: greedy decoding repeats one answer; give --temperature above 0")
     if temperature == 0:
         for option, value in (("--top-p", top_p), ("--top-k", top_k)):
             if value is not None:
-                raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
+                raise UsageError(f"{option}: no effect with greedy decoding; also give --temperature above 0")
     if k is None:
         k = ()
     elif isinstance(k, int):
         k = [k]
     rules = read_rules(min_p, min_tokens, repetition_penalty, stop)
     if temperature == 0 and rules.min_p > 0:
-        raise UsageError("--min-p: greedy decoding draws nothing; give --temperature above 0 with it")
+        raise UsageError("--min-p: no effect with greedy decoding; also give --temperature above 0")
     for wanted in k:
         if wanted > samples:
-            raise UsageError(
-                f"--k {wanted}: that needs at least {wanted} answers to each item; give --samples {wanted} or more"
-            )
+            raise UsageError(f"--k {wanted}: needs at least {wanted} answers per item; give --samples {wanted} or more")
     if k:
         ks = tuple(sorted(set(k)))
     else:
@@ -134,11 +132,11 @@ def choose_drawing(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A request: models, what they are measured on, and how.
+    """Models to evaluate, and the options.
 
-    ``tasks``, ``templates``: none is each model's own. ``best_of``: the reward model that chooses among the samples.
-    ``out``: where the files go; None: into the run, where there is one alone, else below ``evaluations``. ``alike``:
-    models of different lengths of answers are all given the longest.
+    ``tasks``, ``templates``: if empty, each model's defaults. ``best_of``: reward model for best-of-n selection.
+    ``out``: output folder; by default inside the run if only one is evaluated, else below ``evaluations``. ``alike``:
+    give all models the longest default ``max_tokens``.
     """
 
     models: Sequence[ModelSource]
@@ -155,7 +153,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationTrial:
-    """One evaluation: a model on a task under a template. ``data``: digest of the examples (``digest_examples``)."""
+    """One model on one task under one template. ``data``: digest from ``digest_examples``."""
 
     source: ModelSource
     task: Task
@@ -172,7 +170,7 @@ class EvaluationTrial:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """All trials, by model and task and template in the order of the request; ``folder`` holds them."""
+    """All trials, ordered by model, task and template; ``folder`` contains their results."""
 
     trials: list[EvaluationTrial]
     folder: Path
@@ -184,7 +182,7 @@ class EvaluationPlan:
         return len(self.trials) > 1
 
     def settings(self, trial: EvaluationTrial) -> dict[str, Any]:
-        """Return all that decides about a trial's answers, as plain data; what is not set is left out."""
+        """Collect all settings affecting a trial's answers as plain data; None values are omitted."""
         checkpoint = resolve_model_name(trial.source.path)
         request = self.request
         recipe = trial.source.recipe
@@ -218,14 +216,14 @@ class EvaluationPlan:
 
 
 def make_plan(request: EvaluationRequest) -> EvaluationPlan:
-    """Check a request as far as that goes without loading a model.
+    """Check a request and plan its trials, without loading models.
 
     Raises:
-        UsageError: components, options or combinations that cannot be used.
+        UsageError: unusable components, options or combinations.
     """
     drawing = request.drawing
     if request.best_of is not None and drawing.samples == 1:
-        raise UsageError("--best-of: there is nothing to choose from; give --samples 2 or more")
+        raise UsageError("--best-of: nothing to choose from; give --samples 2 or more")
     sources = tell_apart(request.models)
     for source in sources:
         source.refuse_scorer()
@@ -234,15 +232,15 @@ def make_plan(request: EvaluationRequest) -> EvaluationPlan:
         longest = max(source.max_tokens for source in sources)
     combinations = _combine(request, sources)
     registry.find("engine", request.engine.name, "--engine").options(request.engine.options, "--engine")
-    for source, task, template in combinations:  # before a task is read, which may take long
+    for source, task, template in combinations:  # before loading tasks, which can be slow
         build_template(template, "--template")
         check_rewards(source, template)
         traits = registry.traits_of("task", task.name)
         is_played = traits is not None and traits.get("played")
         if is_played and not plays(source, template):
             raise UsageError(
-                f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
-                "template; name a run that was trained in one, or another task"
+                f"--task {task.name}: needs an environment, but {source.name} has none under this template; give a "
+                "run trained in an environment, or a different task"
             )
     components = {task.model_dump_json(): task for _, task, _ in combinations}
     tasks = {key: build_task(component, "--task") for key, component in components.items()}
@@ -258,7 +256,7 @@ def make_plan(request: EvaluationRequest) -> EvaluationPlan:
     if request.best_of is not None:
         best_of_weights = weights_mark(resolve_model_name(request.best_of.path))
     plan = EvaluationPlan(trials, folder, request, best_of_weights)
-    if request.out is None and folder.exists():  # next to evaluations of other questions
+    if request.out is None and folder.exists():  # keep earlier evaluations with different settings
         wanted = {name: plan.settings(trial) for name, trial in zip(names, trials, strict=True)}
         folder = folder_of_its_own(folder, wanted)
     in_folders = [replace(trial, folder=folder / name) for name, trial in zip(names, trials, strict=True)]
@@ -268,7 +266,7 @@ def make_plan(request: EvaluationRequest) -> EvaluationPlan:
 def _combine(
     request: EvaluationRequest, sources: Sequence[ModelSource]
 ) -> list[tuple[ModelSource, Component, Component]]:
-    """Every model on every task under every template; by default each model has its own task and template."""
+    """Combine models, tasks and templates; models default to their run's task and template."""
     own: Sequence[Component | None] = [None]
     if request.tasks:
         tasks: Sequence[Component | None] = request.tasks
@@ -286,9 +284,9 @@ def _combine(
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]:
-    """Return the task on which models are compared where none is named: the own task of the last that is a run.
+    """Choose a common task if none is given: the last run's task.
 
-    None, so that each has its own, where their runs learnt different tasks.
+    None, so each model uses its default, unless all runs share one task.
     """
     own = [choose_task(None, source.name, source.task) for source in sources if source.task is not None]
     names = {task.name for task in own}
@@ -298,7 +296,7 @@ def choose_common_task(sources: Sequence[ModelSource]) -> list[Component | None]
 
 
 class EvaluationProgress:
-    """Shows the progress of an evaluation, trial by trial; this one shows nothing."""
+    """Interface for progress display, trial by trial; this base class shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -310,16 +308,16 @@ class EvaluationProgress:
         """Begin a trial."""
 
     def observe(self, advance: Advance) -> None:
-        """Take the progress of ``evaluation.generation.evaluate_sampler``."""
+        """Show progress reported by ``evaluation.generation.evaluate_sampler``."""
 
     def tell(self, line: str) -> None:
         """Show a message."""
 
     def close(self) -> None:
-        """End after all trials."""
+        """Finish after all trials."""
 
 
-# ``summary.md`` of a table, from its rows, its notes and the pages of its trials.
+# Renders a table's ``summary.md`` from rows, notes and trial pages.
 WriteTablePage = Callable[[Sequence[ResultsRow], Sequence[str], Mapping[str, str]], str]
 
 
@@ -330,9 +328,9 @@ def run_plan(
     open_scorer: Callable[[ModelSource], AnswerScorer],
     progress: EvaluationProgress,
 ) -> list[FinishedEvaluation]:
-    """Run every trial in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
+    """Run all trials, keeping only one model in memory; ``open_scorer`` loads the reward model.
 
-    Trials of an interrupted table with the same settings are kept; a complete table (with ``summary.md``) is made anew.
+    Resumes an interrupted table, keeping trials with unchanged settings. A complete table (``summary.md``) is rerun.
     """
     finished: dict[Path, FinishedEvaluation] = {}
     if plan.is_table and (plan.folder / SUMMARY).is_file():
@@ -367,7 +365,7 @@ def _run_trials(
     scorer: AnswerScorer | None,
     progress: EvaluationProgress,
 ) -> dict[Path, FinishedEvaluation]:
-    """Run the trials of one model; before the first is sampled, one prompt of each is encoded."""
+    """Run one model's trials; first encode a prompt per trial to fail early."""
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
     models = [model.on_stage(trial.template) for trial in trials]
@@ -384,9 +382,9 @@ def _run_trials(
         settings = plan.settings(trial)
         names = settings_replaced(trial.folder, settings)
         if names:
-            shown = {"data": "data (other questions or gold answers)"}
+            shown = {"data": "data (questions or gold answers changed)"}
             changed = ", ".join(shown.get(name, name) for name in names)
-            progress.tell(f"{trial.folder}: an earlier evaluation differs in {changed}; it is replaced")
+            progress.tell(f"{trial.folder}: replacing an earlier evaluation that differs in {changed}")
         drawing = replace(request.drawing, max_tokens=trial.max_tokens)
         for line in trial.task.warnings:
             progress.tell(line)
@@ -422,10 +420,10 @@ def measure(
 
 
 def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
-    """Return ``trained_rows``: the evaluated rows whose prompt is in the training data of the model's run.
+    """Count ``trained_rows``: evaluated rows whose prompt occurs in the run's training data.
 
-    The same task is compared where the run read a local file, or the same split; other splits are files of their own.
-    Nothing is returned where there is nothing to compare, or the data are gone.
+    Compares if task names match and the run used a local file or an overlapping split; different hub splits are
+    assumed disjoint. Empty if not comparable, or if the training data cannot be loaded.
     """
     own = source.task
     if own is None:
@@ -450,12 +448,12 @@ def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
 
 
 def table_rows(finished: Sequence[FinishedEvaluation]) -> list[ResultsRow]:
-    """The evaluations as rows of a table."""
+    """Convert evaluations to table rows."""
     return [ResultsRow(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
 def notes_of(finished: Sequence[FinishedEvaluation]) -> list[str]:
-    """Notes under the table of some evaluations; first the seed and size by which a task draws its problems."""
+    """Collect notes for a table, beginning with each task's problem seed and size."""
     drawn: dict[str, None] = {}
     for one in finished:
         task = one.settings.get("task")
@@ -463,13 +461,13 @@ def notes_of(finished: Sequence[FinishedEvaluation]) -> list[str]:
             continue
         drawn_by = [f"task.{key} {task[key]}" for key in ("seed", "size") if task.get(key) is not None]
         if len(drawn_by) == 2:
-            drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
+            drawn[f"{one.evaluation}: problems generated with {' and '.join(drawn_by)}"] = None
     dropped = {one.evaluation: one.settings.get("dropped", {}) for one in finished}
     return [*drawn, *notes_on(table_rows(finished), dropped)]
 
 
 def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
-    """The models, those with equal labels renamed to what was typed."""
+    """Replace duplicate labels by model names as given."""
     labels = [source.label for source in sources]
     told = []
     for source in sources:
@@ -481,7 +479,7 @@ def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
 
 
 def evaluation_folder(source: ModelSource, out: Path | None, name: str) -> Path:
-    """``out``, or a folder of this name in the model's run, or below ``evaluations`` for a model without a run."""
+    """Choose ``out``, a named folder inside the model's run, or one below ``evaluations`` if it has no run."""
     if out:
         return out
     if source.run:
@@ -490,9 +488,9 @@ def evaluation_folder(source: ModelSource, out: Path | None, name: str) -> Path:
 
 
 def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tuple[Path, list[str]]:
-    """Return the folder for everything, and below it the name of each trial's (none for a single trial).
+    """Choose the main folder, and a subfolder name per trial (empty for a single trial).
 
-    By default it lies in the run, where there is one run alone, and is named by task and template.
+    By default the folder is inside the run if only one is evaluated, named after task and template.
     """
     info = [(trial.source.label, trial.name, trial.template.name) for trial in trials]
     models = list(dict.fromkeys(label for label, _, _ in info))
@@ -529,5 +527,5 @@ def _choose_folders(out: Path | None, trials: Sequence[EvaluationTrial]) -> tupl
 
 
 def slug(text: str) -> str:
-    """A text as the name of a folder."""
+    """Convert text to a valid folder name."""
     return re.sub(r"[^A-Za-z0-9._+@-]+", "-", text)[:MAX_NAME_CHARS].strip("-.") or "evaluation"

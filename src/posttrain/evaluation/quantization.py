@@ -1,4 +1,4 @@
-"""A model in 8 or 4 bits: made, saved, and compared with the original by its distributions or held-out verdicts."""
+"""Quantize a model to 8 or 4 bits, save it, and measure the loss: KL, or change in held-out reward accuracy."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ REPORT = "quantization.json"
 def compare_policies(
     sampler: Sampler, task: Task, *, before: Forward, after: Forward, n: int, sampling: Sampling, seed: int = 0
 ) -> dict[str, float]:
-    """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
+    """Sample one answer for ``n`` fixed prompts from ``before``, and compute its KL under both models.
 
-    ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
-    token (``evaluation/kl_from_initial.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long``
-    are left out.
+    ``kl``: mean KL(before‖after) per answer in nats with a 95 % interval, exact per token
+    (``evaluation/kl_from_initial.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long``
+    are skipped.
 
     Raises:
-        UsageError: no prompt that fits into the model.
+        UsageError: all prompts are too long.
     """
     evaluation = evaluate_sampler(sampler, Questions(task, sampling, n, seed=seed))
     answers = evaluation.rollouts
@@ -70,19 +70,19 @@ def compare_policies(
 
 
 def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: int) -> dict[str, float]:
-    """Measure the accuracy of both on the same ``n`` fixed examples of a task, and how far it moved.
+    """Compare accuracy on ``n`` fixed examples, before and after quantization.
 
-    ``accuracy_before``, ``accuracy_after`` and the paired ``change`` with intervals; ``same_verdict``: the share of
-    items on which both are right or both wrong. ``num_items`` were scored, and ``dropped`` were not.
+    ``accuracy_before``, ``accuracy_after`` and the paired ``change`` have intervals; ``same_verdict``: fraction of
+    items with the same correctness. ``num_items`` were scored, ``dropped`` were not.
 
     Raises:
-        UsageError: nothing in the task that could be scored.
+        UsageError: no scorable items.
     """
     of_before = evaluate_reward_model(before, task, n=n)
     of_after = evaluate_reward_model(after, task, n=n)
     ids_before = [item["id"] for item in of_before.items]
     ids_after = [item["id"] for item in of_after.items]
-    assert ids_before == ids_after, "lengths alone decide what is scored"
+    assert ids_before == ids_after, "whether an item is scored depends only on its length"
     correct_before = [float(item["right"]) for item in of_before.items]
     correct_after = [float(item["right"]) for item in of_after.items]
     change = paired_bootstrap(correct_before, correct_after)
@@ -98,7 +98,7 @@ def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: i
 
 
 def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
-    """The reward model with its own head on another language model of the same width."""
+    """Attach the reward head to a different trunk with the same hidden size."""
     forward = scorer.forward
     moved = Forward(model.requires_grad_(False), head=forward.head, reads=forward.reads, scores_only=True)
     return replace(scorer, forward=moved)
@@ -106,10 +106,10 @@ def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
 
 @dataclass(frozen=True)
 class QuantizationRequest:
-    """A model, the bits, the folder, and the data that the loss is measured on.
+    """Model to quantize, number of bits, output folder, and evaluation data.
 
-    ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
-    checkpoint, or below ``quantized``.
+    ``task``, ``template``: default to the run's. ``n``: number of evaluation examples; 0 skips. ``out``: defaults to a
+    folder inside the checkpoint, or below ``quantized``.
     """
 
     source: ModelSource
@@ -125,15 +125,15 @@ class QuantizationRequest:
 
 
 def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
-    """Quantize, save, load what was saved and measure the loss.
+    """Quantize and save a model, reload the files, and measure the loss.
 
-    Returns the report, which is stored in the model's folder, and that folder.
+    Returns the report, also stored in the output folder, and this folder's path.
 
     Raises:
-        UsageError: the model is quantized already, an option cannot be used, or the folder holds something else.
+        UsageError: already quantized, an unusable option, or unrelated files in the folder.
         MissingExtra: bitsandbytes is not installed.
     """
-    from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
+    from posttrain.models.quantize import weight_bytes  # fails early if bitsandbytes is missing
 
     source = request.source
     component = None
@@ -142,16 +142,16 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     if request.n and (is_named or source.recipe is not None or source.name in EMBEDDED_MODELS):
         component = choose_task(request.task, source.name, source.task)
         task = build_task(component, "--task")
-    grader = grader_for(source, complete_template(request.template, source))  # refused before hours of work
+    grader = grader_for(source, complete_template(request.template, source))  # check before hours of work
     path = resolve_model_name(source.path)
     out = _choose_folder(request, path)
     section = source.section(request.dtype, request.device)
-    # an empty adapter asks for a base with its adapters added
+    # an empty adapter section merges adapters into the base
     section = section.model_copy(update={"name": path, "adapter": AdapterSection()})
     before = load_model(section, seed=0)
     stored = quantized_bits(before.model)
     if stored is not None:
-        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
+        raise UsageError(f"{source.name}: already quantized to {stored} bits. Give the original model")
     scorer = None
     if source.is_scorer:
         scorer = with_trunk(open_reward_model(source), before.model)
@@ -184,12 +184,12 @@ def quantize_model(request: QuantizationRequest) -> tuple[dict[str, Any], Path]:
 
 
 def _warn_of_other_parts(model: Model, path: str) -> None:
-    """Warn if the folder ``path`` holds more than its language model, which is quantized."""
+    """Warn if the checkpoint at ``path`` contains weights outside the language model."""
     parts = find_untrained(model, path)
     if parts is not None and parts.tensors:
         warnings.warn(
-            f"model.name: {path}: {len(parts.tensors)} tensors of a {parts.architecture} are not in the quantized "
-            "folder, which holds its language model only",
+            f"model.name: {path}: {len(parts.tensors)} tensors of {parts.architecture} are missing from the "
+            "quantized folder, which contains only the language model",
             stacklevel=2,
         )
 
@@ -197,7 +197,7 @@ def _warn_of_other_parts(model: Model, path: str) -> None:
 def _compare_answers(
     request: QuantizationRequest, before: LoadedModel, after: LoadedModel, grader: Grader, task: Task
 ) -> dict[str, float]:
-    """Compare the two models on answers that the original draws (``compare_policies``)."""
+    """Compare both models on answers sampled from the original (``compare_policies``)."""
     engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
     sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
     sampling = sampler.sampling(request.max_tokens or request.source.max_tokens, 1.0)
@@ -223,17 +223,17 @@ def _choose_folder(request: QuantizationRequest, path: str) -> Path:
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not is_ours and not is_free:
-        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+        raise UsageError(f"--out: {out} contains something other than a quantized model; give a different folder")
     return out
 
 
 def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
-    """Write the quantized model to ``out``, whole or not at all; one that was there is replaced.
+    """Write the quantized model to ``out`` atomically, replacing any earlier one.
 
-    Returns it as it is loaded again.
+    Returns the reloaded model.
 
     Raises:
-        RunFailure: what was written is not the quantized model; nothing was changed.
+        RunFailure: the reloaded model differs; ``out`` is unchanged.
     """
     aside = aside_of(out)
     run = request.source.run
@@ -247,7 +247,8 @@ def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardMo
             if scorer is not None:
                 shutil.copyfile(Path(section.name) / HEADS, aside / HEADS)
             if run is not None and not out.resolve().is_relative_to(run.resolve()):
-                shutil.copyfile(run / STORED_RECIPE, aside / STORED_RECIPE)  # elsewhere, too, it is asked as in its run
+                # use the run's template outside its folder, too
+                shutil.copyfile(run / STORED_RECIPE, aside / STORED_RECIPE)
             probe = read_probe(quantized.model)
             del quantized
             again = {"name": str(aside), "load_bits": None, "adapter": None}
@@ -262,14 +263,14 @@ def _write(request: QuantizationRequest, section: ModelSection, scorer: RewardMo
 
 
 def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
-    """Save model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
+    """Save model and tokenizer; if possible, store reward models as sequence classifiers."""
     model = quantized.model
     is_saved = False
     with quiet_transformers():
         if scorer is not None:
             assert scorer.forward.head is not None, "a reward model has a head"
             weight = scorer.forward.head.weight.detach()
-            # a quantized model saves its own tensors
+            # save_pretrained of a quantized model saves its own state dict, so attach the head
             model.score = Linear(weight.shape[1], weight.shape[0], bias=False)
             model.score.weight = Parameter(weight)
             is_saved = save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
@@ -281,7 +282,7 @@ def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> N
 
 
 def _bytes_on_disk(path: str) -> int | None:
-    """Bytes of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
+    """Sum weight file sizes in a folder, including an adapter's base; None if not stored locally."""
     folder = Path(path)
     if not folder.is_dir():
         return None

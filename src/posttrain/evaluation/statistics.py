@@ -1,7 +1,7 @@
-"""Statistics of held-out numbers: intervals, several samples per item, paired tests, voting, ranking by score.
+"""Evaluation statistics: intervals, several samples per item, paired tests, voting, ranking by score.
 
-Samples of one item depend on one another, so an interval counts items. Averages over all ways to take k of an item's
-samples are exact. A tie counts one half, or is shared; an answer without a score has −inf.
+Samples within an item are dependent, so intervals use items as clusters. Averages over k-subsets of samples are exact.
+Ties count ½ or are averaged; unscored answers rank at −inf.
 """
 
 from __future__ import annotations
@@ -18,56 +18,55 @@ from typing import TYPE_CHECKING
 
 from posttrain.graders.answers import clean_answer, parse_quantity
 
-# numpy is imported by the functions that compute with it: the others take the standard library alone.
+# numpy is imported inside the functions using it: the rest need only the standard library.
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
-_ROUNDING = 1e-9  # by which a proportion may be off 0 or 1
+_ROUNDING = 1e-9  # tolerance for proportions outside [0, 1]
 NUM_RESAMPLES = 10_000
-_CHUNK_VALUES = 4_000_000  # resampled counts in memory at a time
+_CHUNK_VALUES = 4_000_000  # limits memory for resampled counts
 
 
 def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson 1927, eq. 4), 95 % by default.
+    """Compute the Wilson score interval for a proportion (Wilson 1927, eq. 4), 95 % by default.
 
     Raises:
-        ValueError: ``n`` is 0, or ``successes`` are not 0 to ``n``.
+        ValueError: ``n`` is 0, or ``successes`` is outside 0..n.
     """
     if n == 0:
-        raise ValueError("no interval for a proportion of nothing")
+        raise ValueError("no observations: give at least one")
     if not -_ROUNDING <= successes / n <= 1 + _ROUNDING:
-        raise ValueError(f"{successes} of {n} is no proportion: give successes from 0 to n")
+        raise ValueError(f"{successes} of {n} is not a proportion: give successes from 0 to n")
     share = successes / n
     denominator = 1.0 + z * z / n
     centre = (share + z * z / (2 * n)) / denominator
     half = z * math.sqrt(max(0.0, share * (1.0 - share)) / n + z * z / (4 * n * n)) / denominator
-    # the interval holds the share itself; rounding may not push a bound past it
+    # The interval contains the proportion; rounding must not push a bound past it.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, float]:
-    """Compute the 95 % interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
+    """Compute a 95 % interval for the mean over items, given one fraction in [0, 1] per item (items are clusters).
 
-    Wilson's interval with the effective number of observations ``n* = p (1 − p) / SE²``, where
-    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean; n where every value is 0 or 1. With several
-    samples per item it grows with what they add, up to ``n · draws``.
+    Wilson's interval with effective sample size ``n* = p (1 − p) / SE²``, where ``SE² = Σ (x_i − p)² / n²`` is the
+    clustered variance; n* = n if every value is 0 or 1. Several samples per item raise n* by their added information,
+    up to ``n · draws``.
 
     Args:
-        draws: how many independent draws an item's value can at most stand for: samples per item, or the number of
-            disjoint groups of k in them.
+        draws: maximum independent draws per item: samples per item, or the number of disjoint k-subsets.
 
     Source: Korn & Graubard (1998), with Wilson's interval in place of Clopper and Pearson's (Franco et al. 2019).
-    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evaluation``).
+    Departure: no Student factor; coverage matches a t interval (``tests/evaluation``).
 
     Raises:
-        ValueError: no value.
+        ValueError: empty ``values``.
     """
     n = len(values)
     if n == 0:
-        raise ValueError("no interval for a proportion of nothing")
-    if all(value in (0.0, 1.0) for value in values):  # one sample each, or nothing shows that samples differ at all
+        raise ValueError("no observations: give at least one")
+    if all(value in (0.0, 1.0) for value in values):  # one sample per item, or no within-item variation
         return wilson_interval(math.fsum(values), n)
     mean = math.fsum(values) / n
     spread = math.fsum((value - mean) ** 2 for value in values)
@@ -80,9 +79,9 @@ def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, f
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean of one value per item: ``s / √n`` with s² over n − 1; 0 for one item.
+    """Compute the standard error for a mean over items: ``s / √n`` with s² over n − 1; 0 for one item.
 
-    With several samples per item and their mean as the value, it is the clustered one.
+    If values are per-item averages over samples, this is the clustered standard error.
 
     Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2.
     """
@@ -95,23 +94,26 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _check_drawn(k: int, n: int) -> None:
     if not 1 <= k <= n:
-        raise ValueError(f"{k} samples cannot be taken out of {n}: give k from 1 to n")
+        raise ValueError(f"cannot draw {k} of {n} samples: give k from 1 to n")
 
 
 def pass_at_k(n: int, num_correct: int, k: int) -> float:
-    """The chance that k of an item's n samples, taken without replacement, hold a right one.
+    """Compute pass@k: the chance that k of n samples, drawn without replacement, include a correct one.
 
-    ``1 − C(n − c, k) / C(n, k)`` as the product ``1 − Π_{i = n−c+1..n} (1 − k / i)``: unbiased for the chance
-    that one of k fresh samples is right, where ``1 − (1 − c/n)^k`` is not.
+    ``1 − C(n − c, k) / C(n, k)`` as the product ``1 − Π_{i = n−c+1..n} (1 − k / i)``: an unbiased estimate for k fresh
+    samples, unlike ``1 − (1 − c/n)^k``.
 
     Source: Chen et al. (2021), "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Raises:
+        ValueError: ``num_correct`` is outside 0..n, or ``k`` outside 1..n.
 
     Examples:
         >>> pass_at_k(n=10, num_correct=3, k=2)
         0.5333333333333332
     """
     if not 0 <= num_correct <= n:
-        raise ValueError(f"{num_correct} right samples of {n}: give num_correct from 0 to n")
+        raise ValueError(f"{num_correct} correct samples of {n}: give num_correct from 0 to n")
     _check_drawn(k, n)
     if n - num_correct < k:
         return 1.0
@@ -120,9 +122,9 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """B minus A, over the same items: their means, the 95 % interval of the difference, a two-sided p.
+    """Paired difference B − A on shared items: both means, 95 % interval, two-sided p.
 
-    ``is_constant``: every item differs by the same amount, so that the interval is a point and says nothing.
+    ``is_constant``: all items differ by the same amount, so the interval collapses to a point and is uninformative.
     """
 
     a: float
@@ -138,33 +140,34 @@ class Difference:
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Difference:
-    """Compare two means over the same items, by resampling items with what both got on them.
+    """Compare two means on shared items by bootstrap, resampling (a, b) pairs.
 
-    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of resamples on
-    either side of 0 (one is added to each count), at most 1. The order of the items does not matter. Where all items
-    differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
+    The interval spans the middle 95 % of resampled differences. ``p`` is twice the smaller fraction of resamples on
+    either side of 0 (adding 1 to each count), capped at 1. Item order does not matter. If all items differ by the
+    same amount, the interval collapses to a point (``is_constant``), and ``p`` for a nonzero difference is at least
+    ``2 · 2⁻ⁿ``.
 
-    Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as in Koehn (2004).
+    Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as described by Koehn (2004).
 
     Raises:
-        ValueError: no item.
+        ValueError: no items, or unequal lengths.
     """
     n = len(a)
     if len(b) != n:
-        raise ValueError(f"{n} values of a and {len(b)} of b: give both over the same items")
+        raise ValueError(f"a has {n} values, b has {len(b)}: give one per item in both")
     if n == 0:
-        raise ValueError("no difference over no item")
+        raise ValueError("a and b are empty: give at least one item")
     import numpy as np
 
     from posttrain.randomness import generator
 
-    # Resampling n items is a multinomial draw over the distinct differences, of which there are few.
+    # Resampling n items is a multinomial draw over distinct differences, usually few.
     distinct, counts = np.unique(np.round(np.subtract(b, a), 12), return_counts=True)
     random = generator(seed, "paired bootstrap")
     chunk = max(1, _CHUNK_VALUES // len(distinct))
     sizes = [min(chunk, num_resamples - start) for start in range(0, num_resamples, chunk)]
     means = np.concatenate([random.multinomial(n, counts / n, size=size) @ distinct / n for size in sizes])
-    means = np.round(means, 12)  # what is 0 must not be a rounding error away from it
+    means = np.round(means, 12)  # remove rounding noise around 0
     low, high = (float(q) for q in np.quantile(means, (0.025, 0.975)))
     tail = min(int((means <= 0).sum()), int((means >= 0).sum()))
     mean_a = math.fsum(a) / n
@@ -177,17 +180,17 @@ def paired_bootstrap(
 
 
 def mcnemar_p(only_a: int, only_b: int) -> float:
-    """The exact two-sided p of as lopsided a split of the items that just one side got right.
+    """Compute McNemar's exact two-sided p, given the numbers of items only A or only B answered correctly.
 
-    ``min(1, 2 · P(X ≤ min(b, c)))`` for X binomial with b + c trials of chance ½; 1 where the two never differ.
+    ``min(1, 2 · P(X ≤ min(b, c)))`` for X binomial with b + c trials and chance ½; 1 if both counts are 0.
 
-    Source: McNemar (1947), in its exact (sign test) form.
+    Source: McNemar (1947), in exact (sign test) form.
 
     Raises:
-        ValueError: a count below 0.
+        ValueError: a negative count.
     """
     if only_a < 0 or only_b < 0:
-        raise ValueError(f"{min(only_a, only_b)} items: give counts from 0 on")
+        raise ValueError(f"negative count {min(only_a, only_b)}: give counts from 0")
     trials = only_a + only_b
     tail = 0
     ways = 1
@@ -197,14 +200,14 @@ def mcnemar_p(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * tail / 2**trials)
 
 
-# Means over seeds with their intervals; Student's t.
+# Means over seeds with intervals; Student's t.
 
-MAX_TERMS = 2000  # of the continued fraction; 200 are more than any number of degrees of freedom asks for
+MAX_TERMS = 2000  # for the continued fraction; 200 suffice for any degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A mean over ``n`` seeds; ``half_width`` of its 95 % interval, None for one seed."""
+    """Mean over ``n`` seeds; ``half_width``: half the 95 % interval, None if n is 1."""
 
     mean: float
     half_width: float | None
@@ -212,22 +215,22 @@ class Summary:
 
 
 def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
-    """Compute P(|T| > |t|) of Student's t entry by entry, to 12 digits for 1 and more degrees of freedom.
+    """Compute P(|T| > |t|) for Student's t, elementwise, to 12 digits, for at least 1 degree of freedom.
 
-    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1),
-    computed as the tail itself, so that a p of 1e-30 is right too.
+    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1).
+    The tail is computed directly, so even p near 1e-30 is accurate.
     """
     import numpy as np
 
     size, nu = np.broadcast_arrays(np.abs(np.asarray(t, dtype=np.float64)), np.asarray(freedom, dtype=np.float64))
     assert bool(np.all(nu >= 1)), "an interval needs two values"
-    u = size / np.sqrt(nu)  # x = 1/(1 + u²), with its logarithm right for small u and for huge ones
+    u = size / np.sqrt(nu)  # x = 1/(1 + u²); the logarithm stays accurate for tiny and huge u
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         log_x = np.where(u < 1.0, -np.log1p(u * u), -2.0 * np.log(np.hypot(1.0, u)))
         x = np.exp(log_x)
         y = 1.0 / (1.0 + 1.0 / (u * u))
         front = np.exp(nu / 2 * log_x + np.log(y) / 2) * _gamma_ratio(nu / 2) / math.sqrt(math.pi)
-        excess = (nu / 2 + 0.5) * y - 0.5  # how far x stands below the mean of the beta distribution
+        excess = (nu / 2 + 0.5) * y - 0.5  # distance of x below the beta distribution's mean
         far = excess >= 0.0
         a = np.where(far, nu / 2, 0.5)
         b = np.where(far, 0.5, nu / 2)
@@ -236,7 +239,7 @@ def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
 
 
 def _gamma_ratio(a: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Γ(a + 1/2) / Γ(a): Stirling's series for large a, carried down by Γ(a + 1) = a Γ(a) to small ones."""
+    """Compute Γ(a + 1/2) / Γ(a): Stirling's series for large a, reduced to small a by Γ(a + 1) = a Γ(a)."""
     import numpy as np
 
     carried = a.copy()
@@ -253,10 +256,10 @@ def _gamma_ratio(a: NDArray[np.float64]) -> NDArray[np.float64]:
 def _beta_fraction(
     a: NDArray[np.float64], b: NDArray[np.float64], x: NDArray[np.float64], excess: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The continued fraction ``I_x(a, b) · B(a, b) / (x^a (1 − x)^b)``; ``excess`` = a − (a + b) x, not negative.
+    """Evaluate the continued fraction ``I_x(a, b) · B(a, b) / (x^a (1 − x)^b)``; ``excess`` = a − (a + b) x ≥ 0.
 
-    Didonato and Morris (1992), "Algorithm 708", equation 9, evaluated from the front (Lentz). It never takes the
-    difference of large numbers, as the plain fraction does where a is large.
+    Didonato and Morris (1992), "Algorithm 708", equation 9, evaluated forward (Lentz). It avoids subtracting large
+    numbers, unlike the plain fraction for large a.
     """
     import numpy as np
 
@@ -276,7 +279,7 @@ def _beta_fraction(
 
 @lru_cache(maxsize=4096)
 def student_t_quantile(freedom: int, share: float = 0.95) -> float:
-    """The t with P(|T| < t) = ``share``; 4.303 for 2 degrees of freedom and 95 %."""
+    """Find t with P(|T| < t) = ``share``; 4.303 for 2 degrees of freedom and 95 %."""
     low = 0.0
     high = 1.0
     while float(student_t_tail(high, freedom)) > 1.0 - share:
@@ -292,11 +295,11 @@ def student_t_quantile(freedom: int, share: float = 0.95) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % Student-t interval of a mean: ``t · s / √n`` with s² over n − 1; 0 for one value.
+    """Compute half the 95 % Student-t interval for a mean: ``t · s / √n`` with s² over n − 1; 0 for one value.
 
-    With several samples per item and their mean as the value, ``s / √n`` is the clustered standard error.
+    If values are per-item averages over samples, ``s / √n`` is the clustered standard error.
 
-    Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2, with t in the place of 1.96.
+    Source: Miller (2024), "Adding Error Bars to Evals", sections 2.1 and 2.2, using t instead of 1.96.
     """
     n = len(values)
     if n > 1:
@@ -305,7 +308,7 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def summarize_seeds(values: Sequence[float]) -> Summary | None:
-    """Mean and 95 % Student-t interval of the mean: ``t · s / √n`` with s² over n − 1; None for no value."""
+    """Compute mean and 95 % Student-t interval: ``t · s / √n`` with s² over n − 1; None if empty."""
     if not values:
         return None
     interval = None
@@ -315,15 +318,15 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
 
 
 def sigmoid(logit: float) -> float:
-    """``1 / (1 + e^(−x))``, without overflow."""
+    """Compute ``1 / (1 + e^(−x))`` without overflow."""
     if logit >= 0:
         return 1.0 / (1.0 + math.exp(-logit))
     return math.exp(logit) / (1.0 + math.exp(logit))
 
 
 def vote_key(answer: str) -> str:
-    """Return what an answer votes for: its exact value if it is a number (without % and unit, but for a unit of one
-    letter, which may be a variable), else its cleaned text.
+    """Normalize an answer for voting: exact value if numeric (dropping % and unit, except single letters, which may be
+    variables), else cleaned text.
     """
     quantity = parse_quantity(answer)
     if quantity is not None:
@@ -341,12 +344,15 @@ def vote_key(answer: str) -> str:
 
 
 def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: int) -> float:
-    """Compute the chance that the most frequent answer among k of an item's samples is right, over all subsets.
+    """Compute the chance that majority voting over k of n samples is correct, averaged over all k-subsets.
 
-    Votes are counted by ``vote_key``; a sample without an answer has none. A tie counts as the mean over the tied
-    answers; samples that vote alike but were graded apart make their answer worth the share that was right.
+    Votes are counted by ``vote_key``; samples without an answer do not vote. Tied answers are averaged; if matching
+    votes were graded differently, their answer is worth the fraction graded correct.
 
     Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
+
+    Raises:
+        ValueError: unequal lengths, or ``k`` outside 1..n.
     """
     n = len(answers)
     if len(is_correct) != n:
@@ -356,7 +362,7 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
     for answer, correct in zip(answers, is_correct, strict=True):
         if answer is not None:
             verdicts.setdefault(vote_key(answer), []).append(correct)
-    votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, share that was right
+    votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, fraction correct
     if not any(worth for _, worth in votes):
         return 0.0
     top = max(count for count, _ in votes)
@@ -364,8 +370,8 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
     if k == n:
         worths = [worth for count, worth in votes if count == top]
         return float(sum(worths) / len(worths))
-    # By (samples taken, votes of the top answers, number of these): the ways to take so many samples with an
-    # answer, and the summed worth of the top answers over all of these ways.
+    # Dynamic program over (samples taken, top vote count, number of tied answers): the number of ways to draw these
+    # samples, and the top answers' summed worth across them.
     state = {(0, 0, 0): (1, Fraction(0))}
     for count, share in votes:
         following: dict[tuple[int, int, int], tuple[int, Fraction]] = {}
@@ -392,7 +398,7 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Sequence[bool], k: 
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
-    """For each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
+    """Compare scores pairwise: 1 if the chosen answer scores higher, ½ if tied, else 0."""
     wins = []
     for c, r in zip(chosen, rejected, strict=True):
         if c > r:
@@ -405,31 +411,32 @@ def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]
 
 
 def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> float:
-    """The area under the ROC curve: the share of all positive-negative pairs in the right order, ties one half.
+    """Compute the area under the ROC curve: the fraction of positive-negative pairs in the right order (ties ½).
 
-    The Mann-Whitney statistic over n·m (Hanley and McNeil 1982), counted in whole numbers. O((n + m) log m).
+    The Mann-Whitney statistic over n·m (Hanley and McNeil 1982), counted in integers. O((n + m) log m).
 
     Raises:
-        ValueError: no positive or no negative score.
+        ValueError: no positive scores, or no negative ones.
     """
     if not positive or not negative:
-        raise ValueError("an area under the curve needs positive and negative scores")
+        raise ValueError("ROC AUC needs positive and negative scores")
     ordered = sorted(negative)
     halves = sum(bisect_left(ordered, score) + bisect_right(ordered, score) for score in positive)
     return halves / (2 * len(positive) * len(negative))
 
 
 def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> float:
-    """Compute how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of n answers.
+    """Compute best-of-k accuracy: the exact average over all k-subsets of n answers, choosing by highest score.
 
-    With the answers in falling order of score, a group of m tied ones behind b better ones is the top of
-    ``C(n − b, k) − C(n − b − m, k)`` subsets and gains its mean correctness there. Unbiased for k fresh answers.
+    Sort answers by descending score. A group of m ties, ranked after b better answers, is on top in
+    ``C(n − b, k) − C(n − b − m, k)`` subsets, each contributing the group's average correctness. Unbiased for k fresh
+    answers.
 
     Args:
-        correct: their worth, 1 or 0, or any number whose mean is wanted.
+        correct: 1 or 0 per answer, or any value to average.
 
     Raises:
-        ValueError: ``k`` is not in 1..n, or unequal lengths.
+        ValueError: ``k`` is outside 1..n, or unequal lengths.
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -447,7 +454,7 @@ def best_of_n(scores: Sequence[float], correct: Sequence[float], k: int) -> floa
 
 
 def first_error(probabilities: Sequence[float]) -> int | None:
-    """Return the first step (from 0) whose probability of being good is below one half; None where there is none."""
+    """Find the first step (from 0) with P(good) < ½; None if all pass."""
     for index, probability in enumerate(probabilities):
         if probability < 0.5:
             return index
@@ -455,16 +462,16 @@ def first_error(probabilities: Sequence[float]) -> int | None:
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
-    """Rate how well the first wrong step of solutions is found; None says that a solution has no error.
+    """Measure first-error localization; None means no error.
 
-    ``accuracy_erroneous`` over those with an error (its place must be hit), ``accuracy_correct`` over those without;
-    ``error_f1`` is their harmonic mean. A rate over no solution is left out. Zheng et al. (2024), "ProcessBench".
+    ``accuracy_erroneous`` covers solutions with an error (the index must match), ``accuracy_correct`` those without;
+    ``error_f1`` is their harmonic mean. Rates without any solutions are omitted. Zheng et al. (2024), "ProcessBench".
 
     Raises:
-        ValueError: no solution.
+        ValueError: no solutions.
     """
     if not actual:
-        raise ValueError("no solution to find errors in")
+        raise ValueError("empty input: give at least one solution")
     pairs = list(zip(predicted, actual, strict=True))
     hits = {
         "accuracy_erroneous": [float(p == a) for p, a in pairs if a is not None],

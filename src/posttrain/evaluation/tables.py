@@ -1,4 +1,4 @@
-"""Results of evaluations as tables of text, and the test of the difference of two evaluations of the same items."""
+"""Text tables of evaluation results, and paired tests between two evaluations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from posttrain.store.durable import storage_errors, write_json
 from posttrain.store.metric_names import METRICS, metric_of
 from posttrain.untrusted import plain
 
-NOTHING = "–"  # what was not measured
+NOTHING = "–"  # not measured
 MAX_TOO_MANY_CUT = 0.05
 AT_K = ("pass", "majority", "best_of")
-BEHAVIOURS = ("refusal", "over_refusal")  # shares that tasks measure of their items (``Task.shares``)
+BEHAVIOURS = ("refusal", "over_refusal")  # rates computed by tasks (``Task.shares``)
 
 
 @dataclass(frozen=True)
 class ResultsRow:
-    """One evaluation in a table: the model, its template (None: not to be shown), what was measured on, results."""
+    """One evaluation in a table. ``template`` None: not shown."""
 
     model: str
     template: str | None
@@ -39,7 +39,7 @@ class ResultsRow:
 
 @dataclass(frozen=True)
 class TextTable:
-    """Cells of text. ``num_labels``: so many columns at the left are labels, the rest are numbers."""
+    """Text cells. ``num_labels``: number of label columns on the left; the rest are numeric."""
 
     title: str
     header: list[str]
@@ -48,21 +48,21 @@ class TextTable:
 
 
 def show_share(results: Mapping[str, float], name: str) -> str:
-    """A share in percent."""
+    """Format a fraction in percent."""
     if name in results:
         return f"{results[name]:.1%}"
     return NOTHING
 
 
 def show_interval(results: Mapping[str, float], name: str) -> str:
-    """The 95 % interval of a share."""
+    """Format a fraction's 95 % interval."""
     if f"{name}_low" in results:
         return f"{results[f'{name}_low']:.1%} – {results[f'{name}_high']:.1%}"
     return NOTHING
 
 
 def show_number(results: Mapping[str, float], name: str) -> str:
-    """A number, whole if it is large."""
+    """Format a number, rounded to an integer if large."""
     if name not in results:
         return NOTHING
     value = results[name]
@@ -72,15 +72,15 @@ def show_number(results: Mapping[str, float], name: str) -> str:
 
 
 def show_length(results: Mapping[str, float], name: str) -> str:
-    """A number of tokens, rounded."""
+    """Format a token count, rounded."""
     return f"{results[name]:.0f}"
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of a table of results: its label, the result in it, and how to show that.
+    """A column of a results table: label, result name, and formatter.
 
-    ``of_grades``: it means nothing for a row without graded items. ``is_optional``: omitted if no row has the result.
+    ``of_grades``: blank if a row has no graded items. ``is_optional``: omitted if missing from all rows.
     """
 
     label: str
@@ -116,7 +116,7 @@ def _columns(rows: Sequence[ResultsRow]) -> list[_Column]:
 
 
 def _ks(results: Mapping[str, float], kind: str) -> list[int]:
-    """The k of ``pass@k`` and its like among results."""
+    """Extract the k values present for ``pass@k`` or similar measures."""
     ks = []
     for name in results:
         start, _, k = name.partition("@")
@@ -126,7 +126,7 @@ def _ks(results: Mapping[str, float], kind: str) -> list[int]:
 
 
 def results_table(rows: Sequence[ResultsRow]) -> TextTable:
-    """One line for each model and template on one task: accuracy with its interval, and what surrounds it."""
+    """Build a task's results table: one line per model and template, with accuracy, interval and supporting metrics."""
     columns = _columns(rows)
     has_templates = any(row.template is not None for row in rows)
     header = ["model"]
@@ -151,7 +151,7 @@ def results_table(rows: Sequence[ResultsRow]) -> TextTable:
 
 
 def at_k_table(results: Mapping[str, float]) -> TextTable | None:
-    """The results of several samples, for each k; None where there is one sample or nothing was graded."""
+    """Build a table of results by k; None if only one sample was drawn or nothing was graded."""
     kinds = [kind for kind in AT_K if _ks(results, kind)]
     if not kinds:
         return None
@@ -169,7 +169,7 @@ def at_k_table(results: Mapping[str, float]) -> TextTable | None:
 
 
 def kind_tables(kinds: Kinds) -> list[TextTable]:
-    """Accuracy by kind of item, a table for each key."""
+    """Build accuracy tables by kind of item, one per metadata key."""
     tables = []
     for key, values in kinds.items():
         names = [name for kind in values.values() for name in kind]
@@ -182,22 +182,22 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
     return tables
 
 
-# Notes by the result that, where it is not 0, asks for them.
+# Notes by result name, shown if the result is nonzero.
 _NOTES = {
-    "prompts_too_long": "prompts that do not fit into the model's context: {prompts_too_long:.0f}; they count as wrong",
-    "repeated_prompts": "{repeated_prompts:.0f} questions repeat others and are asked once: n and intervals are of "
-    "{n:.0f} distinct ones",
-    "trained_rows": "{trained_rows:.0f} of {n:.0f} rows were in the training data of this run",
-    "grading_failures": "{grading_failures:.1%} of the gradings were stopped or crashed",
-    "out_of_tokens": "{out_of_tokens:.1%} of the answers were cut off; --max-tokens lets them grow longer",
-    "out_of_turns": "{out_of_turns:.1%} of the answers came to the limit of turns (rollout.max_turns)",
-    "tool_failed": "{tool_failed:.1%} of the answers ended as tools were too slow (rollout.tool_seconds)",
-    "unscored": "{unscored:.1%} of the answers could not be scored; they are chosen last",
+    "prompts_too_long": "{prompts_too_long:.0f} prompts exceed the model's context and count as wrong",
+    "repeated_prompts": "{repeated_prompts:.0f} duplicate questions are skipped: n and intervals refer to {n:.0f} "
+    "distinct questions",
+    "trained_rows": "{trained_rows:.0f} of {n:.0f} rows also appear in this run's training data",
+    "grading_failures": "{grading_failures:.1%} of answers: grading timed out or crashed",
+    "out_of_tokens": "{out_of_tokens:.1%} of answers were truncated; raise --max-tokens",
+    "out_of_turns": "{out_of_turns:.1%} of answers reached the turn limit (rollout.max_turns)",
+    "tool_failed": "{tool_failed:.1%} of answers ended by a tool timeout (rollout.tool_seconds)",
+    "unscored": "{unscored:.1%} of answers could not be scored and rank last",
 }
 
 
 def notes_on(rows: Sequence[ResultsRow], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
+    """Collect notes below a results table; ``dropped``: counts by evaluation and reason."""
     notes = []
     for row in rows:
         parts = [part for part in (row.evaluation, row.model, row.template) if part]
@@ -205,9 +205,11 @@ def notes_on(rows: Sequence[ResultsRow], dropped: Mapping[str, Mapping[str, int]
         results = row.results
         num_ungraded = results["n"] - results.get("num_graded", results["n"])
         if not row.is_graded:
-            notes.append(f"{name}: nothing was graded, as the items have no gold answer; only lengths and format count")
+            notes.append(
+                f"{name}: not graded, because items have no gold answer; only length and format are meaningful"
+            )
         elif num_ungraded > 0:
-            notes.append(f"{name}: items without a gold answer: {num_ungraded:.0f}; they do not count in accuracy")
+            notes.append(f"{name}: {num_ungraded:.0f} items without a gold answer are excluded from accuracy")
         known = defaultdict(float, results)
         out_of_tokens = results["truncated"] - known["out_of_turns"] - known["tool_failed"]
         if out_of_tokens > MAX_TOO_MANY_CUT:
@@ -220,12 +222,12 @@ def notes_on(rows: Sequence[ResultsRow], dropped: Mapping[str, Mapping[str, int]
     for evaluation, counts in dropped.items():
         left = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         if left:
-            notes.append(f"{evaluation}: left out of the data: {left}")
+            notes.append(f"{evaluation}: dropped rows: {left}")
     return notes
 
 
 def to_markdown(table: TextTable) -> str:
-    """A table under its title, if it has one."""
+    """Render as Markdown, with a heading if the table has a title."""
     header = [plain(text) for text in table.header]
     rule = ["---"] * table.num_labels
     rule += ["---:"] * (len(header) - table.num_labels)
@@ -239,15 +241,15 @@ def to_markdown(table: TextTable) -> str:
 
 
 COMPARISON = "comparison.json"
-# Settings in which two evaluations must agree: else more than the model would differ.
+# Settings that must match; otherwise results differ by more than the model.
 ALIKE = (
     "samples", "max_tokens", "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "stop",
     "best_of",
 )  # fmt: skip
-# Settings in which they may differ; the differences are reported.
+# Settings allowed to differ; differences are reported.
 MAY_DIFFER = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
 ALPHA = 0.05
-MIN_ITEMS = 30  # below, resampled items say little about other items
+MIN_ITEMS = 30  # below, bootstrap intervals generalize poorly
 TABLE_WORDS = {
     "both": "both right",
     "only_a": "only A right",
@@ -261,12 +263,12 @@ TABLE_WORDS = {
 
 @dataclass(frozen=True)
 class Paired:
-    """The outcome of a comparison. ``a`` and ``b`` are the names of the two.
+    """Result of a paired comparison between evaluations named ``a`` and ``b``.
 
-    ``differences`` by measure: ``accuracy`` first, then pass@k and its like, format, and length over the items that
-    both answered (left out where there is none). ``table``: of items with one answer each, how many both, only A,
-    only B and neither got right; with several answers, on how many A has the higher share, B has, or neither.
-    ``gained`` and ``lost``: ids of the items on which B has the higher share of right answers, and the lower.
+    ``differences`` by measure: ``accuracy``, pass@k and similar, format, and length over items answered by both
+    (omitted if none). ``table``, for one answer per item: numbers of items that both, only A, only B or neither
+    answered correctly; for several: items with higher accuracy for A, for B, or equal. ``gained`` and ``lost``: item
+    ids with higher or lower accuracy for B.
     """
 
     a: str
@@ -279,7 +281,7 @@ class Paired:
     lost: list[str]
 
     def in_words(self) -> str:
-        """The outcome in one sentence. It may be chance unless the bootstrap and McNemar's test both say no."""
+        """Summarize in one sentence; says "may be chance" unless bootstrap and McNemar's test agree on significance."""
         accuracy = self.differences["accuracy"]
         if accuracy.difference < 0:
             sign = -100.0
@@ -296,7 +298,7 @@ class Paired:
             tests += f" (McNemar's exact test: {show_p(exact)})"
         info = f"[{low:.1f}, {high:.1f}], {tests}, on {accuracy.n} items"
         if accuracy.difference == 0:
-            return f"{self.b} and {self.a} are right equally often, {info}"
+            return f"{self.b} and {self.a} have equal accuracy, {info}"
         if accuracy.difference > 0:
             way = "better"
         else:
@@ -308,21 +310,21 @@ class Paired:
         return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {info}"
 
     def cautions(self) -> list[str]:
-        """Reasons why the interval and its p say less than they seem to."""
+        """List reasons to distrust the interval and p."""
         accuracy = self.differences["accuracy"]
         notes = []
         if accuracy.is_constant:
-            notes.append(f"all {accuracy.n} items differ by the same amount, so the interval has no width")
+            notes.append(f"all {accuracy.n} items differ by the same amount, so the interval is a point")
         if accuracy.n < MIN_ITEMS:
             if self.mcnemar is not None:
-                exact = "; McNemar's exact test holds for few items too"
+                exact = "; McNemar's exact test remains valid"
             else:
                 exact = ""
-            notes.append(f"{accuracy.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
+            notes.append(f"only {accuracy.n} items: below {MIN_ITEMS} the interval is too narrow{exact}")
         return notes
 
     def counts(self) -> str:
-        """The table of items in one line, with McNemar's test."""
+        """Format the item counts, and McNemar's test, on one line."""
         counts = [f"{TABLE_WORDS[name]} {count}" for name, count in self.table.items()]
         if self.mcnemar is not None:
             counts.append(f"McNemar's exact test: {show_p(self.mcnemar)}")
@@ -330,7 +332,7 @@ class Paired:
 
 
 def show_p(p: float) -> str:
-    """``p = 0.02``, ``p < 0.001``."""
+    """Format as ``p = 0.02`` or ``p < 0.001``."""
     if p < 0.001:
         return "p < 0.001"
     if p < 0.995:
@@ -339,7 +341,7 @@ def show_p(p: float) -> str:
 
 
 def differences_table(paired: Paired) -> TextTable:
-    """Each measure of both, and their difference."""
+    """Build a table of each measure for A and B, and their difference."""
     lines = []
     for name, gap in paired.differences.items():
         if name == "completion_length":
@@ -352,7 +354,7 @@ def differences_table(paired: Paired) -> TextTable:
             percent = "%"
         label = metric_of(name).label
         if gap.n != paired.n:
-            label = f"{label}, of {gap.n} items that both answered"
+            label = f"{label}, {gap.n} items answered by both"
         if gap.p >= 0.001:
             p = f"{gap.p:.2g}"
         else:
@@ -371,23 +373,23 @@ def differences_table(paired: Paired) -> TextTable:
 
 
 def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
-    """The items of two evaluations, joined by their ids.
+    """Join two evaluations by item id.
 
     Raises:
-        UsageError: they are not of the same items, or not the same questions with the same gold answers.
+        UsageError: different items, questions or gold answers.
     """
     left = {item.id: item for item in a}
     right = {item.id: item for item in b}
     for which, items, by_id in (("A", a, left), ("B", b, right)):
         if len(by_id) < len(items):
-            raise UsageError(f"{len(items)} items of {which} have {len(by_id)} ids; each item needs an id of its own")
+            raise UsageError(f"{which}: {len(items)} items share {len(by_id)} ids; ids must be unique")
     only_a = [key for key in left if key not in right]
     only_b = [key for key in right if key not in left]
     if only_a or only_b:
         named = ", ".join(only_a[:3] or only_b[:3])
         raise UsageError(
-            f"the two are not of the same items: {len(only_a)} are in A alone and {len(only_b)} in B alone, such as "
-            f"{named}. Evaluate both on the same task and split with the same --limit"
+            f"A and B contain different items: {len(only_a)} only in A and {len(only_b)} only in B, such as {named}. "
+            "Evaluate both with the same task, split and --limit"
         )
     pairs = [(item, right[item.id]) for item in a]
     changed = []
@@ -395,22 +397,22 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
         if (one.question, one.answer) != (other.question, other.answer):
             changed.append(one.id)
     if changed:
-        raise UsageError(f"{len(changed)} items are not alike in question or gold answer, such as {changed[0]}")
+        raise UsageError(f"{len(changed)} items differ in question or gold answer, such as {changed[0]}")
     return pairs
 
 
 def settings_apart(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """The settings that may differ, and do.
+    """List allowed settings that differ.
 
     Raises:
-        UsageError: they differ in how answers were drawn, so that their difference would not be the model's.
+        UsageError: sampling settings differ, which would confound the comparison.
     """
     wrong = []
     for name in ALIKE:
         if a.get(name) != b.get(name):
             wrong.append(f"{name}: {a.get(name)} and {b.get(name)}")
     if wrong:
-        raise UsageError(f"the two were not measured alike ({'; '.join(wrong)}); evaluate both with the same options")
+        raise UsageError(f"A and B used different settings ({'; '.join(wrong)}); evaluate both with the same options")
     apart = {}
     for name in MAY_DIFFER:
         if a.get(name) != b.get(name):
@@ -427,14 +429,14 @@ def compare_items(
     ks: Sequence[int] = (),
     seed: int = 0,
 ) -> Paired:
-    """Test the difference B − A, item by item.
+    """Test the difference B − A, paired by item.
 
     Raises:
-        UsageError: not the same items, or none of them was graded.
+        UsageError: different items, or nothing graded.
     """
     pairs = _graded_pairs(a, b)
     if not pairs:
-        raise UsageError("nothing was graded in these evaluations, so there is no accuracy to compare")
+        raise UsageError("no graded items in these evaluations, so accuracy cannot be compared")
     left = [x for x, _ in pairs]
     right = [y for _, y in pairs]
     names = ["accuracy"]
@@ -445,7 +447,7 @@ def compare_items(
         differences[name] = paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed)
     if all(sample.in_format is not None for item in (*left, *right) for sample in item.samples):
         differences["format"] = _compare_means("in_format", pairs, seed)
-    answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # an unanswered item has no length
+    answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # unanswered items have no length
     if answered:
         differences["completion_length"] = _compare_means("num_tokens", answered, seed)
     gained = [x.id for x, y in pairs if y.share > x.share]
@@ -460,12 +462,12 @@ def compare_items(
 
 
 def _graded_pairs(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
-    """The pairs of items that both evaluations graded, each question once."""
+    """Pair items graded in both evaluations, dropping duplicate questions."""
     graded_a = {item.id for item in graded_items(a)}
     graded_b = {item.id for item in graded_items(b)}
     graded = graded_a & graded_b
     of_question = {}
-    # backwards, so that the first pair of a question is kept, in the place of its last
+    # Reversed, so each question keeps its first pair.
     for x, y in reversed(pair_items(a, b)):
         if x.id in graded:
             of_question[x.question, x.answer] = (x, y)
@@ -473,7 +475,7 @@ def _graded_pairs(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item
 
 
 def _compare_means(field: str, pairs: Sequence[tuple[Item, Item]], seed: int) -> Difference:
-    """Compare the means over items of a field's mean over the samples."""
+    """Compare a field's average over samples, paired by item."""
     left = [_mean(field, x) for x, _ in pairs]
     right = [_mean(field, y) for _, y in pairs]
     return paired_bootstrap(left, right, seed=seed)
@@ -488,13 +490,13 @@ def _mean(field: str, item: Item) -> float:
 def compare_finished(
     a: FinishedEvaluation, b: FinishedEvaluation, seed: int = 0
 ) -> tuple[Paired, dict[str, tuple[object, object]]]:
-    """The comparison of two evaluations on the disk, and the settings in which they differ.
+    """Compare two stored evaluations; returns the outcome and differing settings.
 
     Raises:
-        UsageError: they were not measured alike, or on other items.
+        UsageError: different items, or sampling settings that differ.
     """
     if a.evaluation != b.evaluation:
-        raise UsageError(f"{a.folder} is of {a.evaluation} and {b.folder} of {b.evaluation}: not the same task")
+        raise UsageError(f"different tasks: {a.folder} evaluates {a.evaluation}, {b.folder} evaluates {b.evaluation}")
     apart = settings_apart(a.settings, b.settings)
     if a.label != b.label:
         labels = (a.label, b.label)
@@ -512,10 +514,10 @@ def compare_finished(
 def write_comparison(
     out: Path, a: FinishedEvaluation, b: FinishedEvaluation, paired: Paired, apart: Mapping[str, tuple[object, object]]
 ) -> None:
-    """``comparison.json``.
+    """Write ``comparison.json``.
 
     Raises:
-        StorageError: the disk is full or not writable.
+        StorageError: writing failed, for example on a full disk.
     """
     differences = {name: asdict(difference) for name, difference in paired.differences.items()}
     content = {

@@ -1,4 +1,4 @@
-"""Two models on the same prompts: whose answers win, and how far apart their distributions are."""
+"""Head-to-head evaluation on shared prompts: win rate, and KL between both policies."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from posttrain.sampling.models import ModelSource, OpenedModel, complete_templat
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Rollout
 
-SIMILAR_LENGTH = 0.1  # lengths that differ by at most this share of the longer one are alike
+SIMILAR_LENGTH = 0.1  # answers count as similar if lengths differ by at most this fraction of the longer
 
-# Scores answers, or compares two of them.
+# Scores answers, or compares pairs.
 AnswerJudge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
 
 
 @dataclass(frozen=True, slots=True)
 class HeadToHeadItem:
-    """The answers of two models, A and B, to the prompt of item ``index``: one or several each."""
+    """Answers from models A and B for item ``index``, one or more per model."""
 
     index: int
     a: tuple[Rollout, ...]
@@ -48,14 +48,14 @@ class HeadToHeadItem:
 
 @dataclass(slots=True)
 class WinRate:
-    """``results`` by name, and one record per item. ``others``: results by further judges."""
+    """``results`` by metric, and one record per item. ``others``: results from additional judges."""
 
     results: dict[str, float] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add_judge(self, name: str, other: WinRate) -> None:
-        """Add another judge's results on the same answers, and its score of each (``scores``)."""
+        """Add a second judge's results on these answers, and individual ``scores``."""
         self.others[name] = other.results
         for item, judged in zip(self.items, other.items, strict=True):
             for side in ("a", "b"):
@@ -65,7 +65,7 @@ class WinRate:
 
 
 def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[HeadToHeadItem]:
-    """The items that both models have answered, by ``Rollout.prompt_index``, in order."""
+    """Pair items answered by both, by ``Rollout.prompt_index``, in ascending order."""
     of_a: dict[int, list[Rollout]] = {}
     of_b: dict[int, list[Rollout]] = {}
     for of_side, rollouts in ((of_a, a), (of_b, b)):
@@ -78,26 +78,26 @@ def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[HeadToHeadItem]:
 
 
 def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
-    """1 for an answer that the task's grader finds right, else 0."""
+    """Score 1 if the task's grader accepts an answer, else 0."""
     return [float(rollout.outcome == "right") for rollout in rollouts]
 
 
 def measure_wins(pairs: Sequence[HeadToHeadItem], judge: AnswerJudge) -> WinRate:
-    """Measure how often an answer of A is judged better than one of B; a tie counts one half.
+    """Measure how often A's answers beat B's; ties count ½.
 
-    Within an item every answer of A meets every answer of B; the mean is one number per item, and the intervals count
-    items. An answer without a score loses against one that has it (``unscored``). ``win_rate`` has the parts ``wins``,
-    ``ties``, ``losses``. Judges like long answers, so there is also ``win_rate_similar``, over meetings of answers
-    whose lengths differ by at most 10 % (in ``n_similar`` items), and ``characters_a``, ``characters_b``. A judge that
-    compares adds its own biases (``PairJudge.meet``).
+    Within an item, all answers from A meet all from B; their average is the item's win rate, and intervals use items
+    as clusters. Unscored answers lose to scored ones (``unscored``). ``win_rate`` splits into ``wins``, ``ties``,
+    ``losses``. Because judges favor long answers, ``win_rate_similar`` covers only pairs with lengths within 10 % (on
+    ``n_similar`` items), and ``characters_a``, ``characters_b`` report lengths. Pairwise judges have additional
+    biases (``PairJudge.meet``).
 
     Raises:
-        ValueError: no item.
+        ValueError: no items.
     """
     if not pairs:
-        raise ValueError("no item that both models answered")
+        raise ValueError("no items answered by both")
     meetings = [meeting for one in pairs for meeting in product(one.a, one.b)]
-    scores: dict[int, float | None] = {}  # by the identity of an answer
+    scores: dict[int, float | None] = {}  # keyed by id(answer)
     if isinstance(judge, PairJudge):
         opinions, info = judge.meet([(prompt_text(x.example), x.text, y.text) for x, y in meetings])
     else:
@@ -170,11 +170,11 @@ def measure_answer_kl(
     max_tokens: int = MAX_TOKENS,
     num_ids: int | None = None,
 ) -> list[float]:
-    """Measure KL(own‖other) of each answer that ``own`` sampled, in nats: the exact KL of the two next-token
-    distributions (``evaluation/kl_from_initial.py``), summed over its tokens. ``num_ids``: ids that the tokenizer has.
+    """Compute KL(own‖other) in nats for each answer sampled from ``own``: exact next-token KL
+    (``evaluation/kl_from_initial.py``), summed over tokens. ``num_ids``: size of the tokenizer's id range.
 
     Raises:
-        UsageError: the other model's vocabulary lacks a likely token.
+        UsageError: a likely token is outside the second model's vocabulary.
     """
     batch = answers_as_batch(answers)
     kl = [0.0] * len(answers)
@@ -186,7 +186,7 @@ def measure_answer_kl(
 
 
 def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> dict[str, float]:
-    """``name`` per answer, with the interval of a mean over items (``_low``, ``_high``), and ``<name>_per_token``."""
+    """Average ``name`` per answer, with an interval over items (``_low``, ``_high``), and ``<name>_per_token``."""
     of_item: dict[int, list[float]] = {}
     for rollout, value in zip(answers, kl, strict=True):
         of_item.setdefault(rollout.prompt_index, []).append(value)
@@ -199,26 +199,26 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 
 
 def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, items: Sequence[HeadToHeadItem]) -> str | None:
-    """Return why the KL between two models cannot be measured here; None where it can."""
+    """Explain why KL cannot be measured between these models; None if possible."""
     if a.model is None or b.model is None:
-        return "it needs both models in this process; use --engine native"
+        return "requires in-process models; use --engine native"
     if drawing.temperature == 0:
-        return "greedy decoding draws from no distribution; give --temperature above 0"
+        return "undefined for greedy decoding; give --temperature above 0"
     if drawing.top_k is not None or drawing.top_p < 1.0 or drawing.rules != NO_RULES:
         return (
-            "the answers are drawn from changed distributions; leave --top-k, --top-p, --min-p, --min-tokens, "
-            "--repetition-penalty and --stop out"
+            "sampling options modify the distributions; drop --top-k, --top-p, --min-p, --min-tokens, "
+            "--repetition-penalty and --stop"
         )
     if a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
-        return "the two models have different tokenizers, so their distributions are over different tokens"
+        return "different tokenizers, so the distributions are not comparable"
     if any(item.a[0].prompt_ids != item.b[0].prompt_ids for item in items):
-        return "the two models are asked under different templates; give both one with --template"
+        return "different templates; give a shared one with --template"
     return None
 
 
 @dataclass(frozen=True)
 class HeadToHeadPlan:
-    """Two models whose request was checked, the task that was read, a template for each, the folder for the files."""
+    """A checked request: two models, the loaded task, a template per model, and the output folder."""
 
     sources: tuple[ModelSource, ModelSource]
     drawing: Drawing
@@ -230,22 +230,22 @@ class HeadToHeadPlan:
 
 
 def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) -> HeadToHeadPlan:
-    """Check the request for two models, A and B, as far as that goes without loading one.
+    """Check a head-to-head request (A versus B) without loading models.
 
-    A task that is not named is A's. A template that is not named is the model's own; a model that was trained with none
-    takes the other's.
+    The task defaults to A's. Templates default to each model's; if only one model was trained with a template, both
+    use it.
 
     Args:
-        judges: reward models, and files of judges, of which the first says who wins; none: the task's grader.
+        judges: reward models, or judge files; the first decides wins. Empty: use the task's grader.
 
     Raises:
-        UsageError: options or combinations that cannot be used.
+        UsageError: unusable options or combinations.
     """
     if len(set(judges)) < len(judges):
-        raise UsageError("--judge: the same judge is named twice")
+        raise UsageError("--judge: duplicate judge")
     for name, components in (("task", request.tasks), ("template", request.templates)):
         if len(components) > 1:
-            raise UsageError(f"--{name}: one at a time with --against")
+            raise UsageError(f"--{name}: only one allowed with --against")
     a, b = request.models
     if a.label == b.label:
         a = replace(a, label=f"{a.name} (A)")
@@ -285,7 +285,7 @@ def plan_head_to_head(request: EvaluationRequest, judges: Sequence[str] = ()) ->
 
 
 def _choose_template(named: Component | None, model: ModelSource, other: ModelSource) -> Component:
-    """Return the template named, else the model's own, else the other one's if only that was trained with one."""
+    """Choose the given template, else the model's, else the second model's if only that was trained with one."""
     if model.recipe is None and other.recipe is not None:
         source = other
     else:
@@ -296,12 +296,12 @@ def _choose_template(named: Component | None, model: ModelSource, other: ModelSo
 def run_head_to_head(
     plan: HeadToHeadPlan, judges: Mapping[str, AnswerJudge], progress: EvaluationProgress | None = None
 ) -> tuple[WinRate, list[str]]:
-    """Sample from both models, judge (the first of ``judges`` counts; none: the task's grader) and measure the KL.
+    """Sample from both models, judge the answers, and measure KL.
 
-    Returns the win rate, and notes on it.
+    The first of ``judges`` decides; if empty, the task's grader. Returns the win rate, and notes.
 
     Raises:
-        UsageError: no item that both answered, or none with a gold answer and no judge.
+        UsageError: no shared answered items, or neither gold answers nor a judge.
     """
     request = plan.request
     models = []
@@ -315,18 +315,18 @@ def run_head_to_head(
         evaluations.append(measure(model, task, plan.drawing, progress=progress))
     items = pair_up(evaluations[0].rollouts, evaluations[1].rollouts)
     if not items:
-        raise UsageError("no prompt fits into the contexts of both models")
+        raise UsageError("all prompts exceed the context of A or B")
     n = int(evaluations[0].results["n"])
     notes = list(warnings)
     num_too_long = n - len(items)
     if num_too_long:
-        notes.append(f"{num_too_long} of {n} prompts do not fit into one of the models; they are left out")
+        notes.append(f"skipped {num_too_long} of {n} prompts: too long for A or B")
     if not judges:
         num_answered = len(items)
         items = graded(items, plan.task)
         num_ungraded = num_answered - len(items)
         if num_ungraded:
-            notes.append(f"{num_ungraded} items have no gold answer; they are left out")
+            notes.append(f"skipped {num_ungraded} items without a gold answer")
     if judges:
         (_, first), *others = judges.items()
     else:
@@ -337,7 +337,7 @@ def run_head_to_head(
         win_rate.add_judge(name, measure_wins(items, judge))
     unscored = win_rate.results["unscored"]
     if unscored:
-        notes.append(f"{unscored:.1%} of the answers could not be scored by the judge; they lose")
+        notes.append(f"{unscored:.1%} of answers could not be scored by the judge, and lose")
     for side, evaluation in zip("ab", evaluations, strict=True):
         if evaluation.results.get("num_graded", 0.0) > 0:
             for suffix in ("", "_low", "_high"):
@@ -353,7 +353,7 @@ def run_head_to_head(
 def _add_kl(
     win_rate: WinRate, items: Sequence[HeadToHeadItem], models: Sequence[OpenedModel], temperature: float
 ) -> None:
-    """Add KL(A‖B) on A's answers and KL(B‖A) on B's, to the results and to each answer."""
+    """Add KL(A‖B) on A's answers and KL(B‖A) on B's, to results and answer records."""
     a, b = (Forward(model.model, temperature) for model in models)
     num_ids = max(max(model.tokenizer.get_vocab().values()) for model in models) + 1
     answers_of_a = [answer for item in items for answer in item.a]
@@ -370,10 +370,10 @@ def _add_kl(
 
 
 def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
-    """The items whose answers were all graded.
+    """Keep items with all answers graded.
 
     Raises:
-        UsageError: none was; a judge is needed.
+        UsageError: no graded items; a judge is needed.
     """
     kept = []
     for item in items:
@@ -381,17 +381,17 @@ def graded(items: Sequence[HeadToHeadItem], task: Task) -> list[HeadToHeadItem]:
             kept.append(item)
     if not kept:
         raise UsageError(
-            f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
-            "reward model, or --judge FILE.yaml, which names a language model (docs/how-to/llm-judge.md)"
+            f"task {task.name!r} has no gold answers to decide wins; give --judge RUN (a reward-model run) or "
+            "--judge FILE.yaml (a language model, see docs/how-to/llm-judge.md)"
         )
     return kept
 
 
 def write_head_to_head(plan: HeadToHeadPlan, win_rate: WinRate, notes: Sequence[str], page: str) -> None:
-    """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
+    """Write ``items.jsonl``, ``summary.md`` and, last, ``results.json``, replacing earlier files.
 
     Raises:
-        StorageError: the disk is full or not writable.
+        StorageError: writing failed, for example on a full disk.
     """
     content: dict[str, object] = {
         "evaluation": task_label(plan.task),

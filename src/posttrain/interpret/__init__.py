@@ -1,1 +1,1 @@
-"""Activations of models, sparse autoencoders of them, steering, and comparisons of two models."""
+"""Activations, sparse autoencoders, steering, and model comparison."""

@@ -97,7 +97,7 @@ def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: 
 
 
 def test_what_cannot_be_a_judge_is_refused_before_anything_is_sampled(judge: str, tmp_path: Path) -> None:
-    with refuses(UsageError, "no run's folder"):
+    with refuses(UsageError, "not a run folder"):
         word(str(tmp_path / "nowhere"))
     policy = one_layer_recipe("sft", train={"steps": 1})
     (tmp_path / "recipe.yaml").write_text(policy.to_yaml(), encoding="utf-8")

@@ -183,9 +183,9 @@ def test_steps_by_hand() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with refuses(UsageError, "'given'"):
         evaluated("outcome", [problem(0)])
-    with refuses(UsageError, "score; dropped: {'too"):
+    with refuses(UsageError, "items; dropped: {'too"):
         evaluated("preference", [problem(0, message("none", 1.0), message(0.0, 0.0))])
-    with refuses(UsageError, "example to evaluate"):
+    with refuses(UsageError, "examples to evaluate"):
         evaluated("outcome", [])
 
 

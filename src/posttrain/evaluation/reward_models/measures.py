@@ -1,4 +1,4 @@
-"""A reward model measured on a held-out task: pairs, judged answers, solutions with labelled steps."""
+"""Measure reward models on held-out tasks: pairs, judged answers, solutions with labelled steps."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from posttrain.recipes.sections import Component
 from posttrain.sampling.models import ModelSource
 from posttrain.types import Example, Response
 
-# The accuracy of each view of the data.
+# Accuracy metric by view.
 ACCURACIES = {"pairs": "pair_accuracy", "judged answers": "answer_accuracy", "labelled steps": "solution_accuracy"}
 
 
 @dataclass(slots=True)
 class RewardEvaluation:
-    """A reward model measured on a task by a ``view`` of its data.
+    """Reward-model evaluation results for one ``view`` of a task's data.
 
-    ``results`` by name, one record per item, how many items could not be measured, by reason, and ``kinds``: by a fact
-    of the items and its values, n and accuracy.
+    ``results`` by metric, one record per item, counts of ``dropped`` items by reason, and ``kinds``: n and accuracy by
+    metadata key and value.
     """
 
     view: str
@@ -56,10 +56,10 @@ class RewardEvaluation:
 def add_share(
     results: dict[str, float], name: str, values: Sequence[float], clusters: Sequence[Hashable] | None = None
 ) -> None:
-    """Add the mean of ``values`` (one from 0 to 1 per item), and its interval as ``<name>_low`` and ``<name>_high``.
+    """Add the average of per-item ``values`` in [0, 1], with interval bounds ``<name>_low`` and ``<name>_high``.
 
-    ``clusters``: of each value; values of one problem depend on one another, and count as fewer. Nothing is added
-    for no values.
+    ``clusters``: one per value; values within a cluster are dependent, lowering the effective sample size. Empty
+    ``values`` add nothing.
     """
     if values:
         share = statistics.fmean(values)
@@ -74,10 +74,10 @@ def add_share(
 
 
 def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
-    """Return how many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
+    """Compute the effective sample size: independent 0/1 values giving the same standard error.
 
-    ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``; from 1 to n, and
-    the number of clusters where all values are equal. Korn and Graubard (1998).
+    ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``, clamped to 1..n; the
+    number of clusters if all values are equal. Korn and Graubard (1998).
     """
     n = len(values)
     share = statistics.fmean(values)
@@ -85,13 +85,13 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     for value, cluster in zip(values, clusters, strict=True):
         shifts[cluster] = shifts.get(cluster, 0.0) + value - share
     spread = math.fsum(shift * shift for shift in shifts.values())
-    if spread == 0.0:  # all values are equal: nothing shows how much those of a cluster depend on one another
+    if spread == 0.0:  # equal values: within-cluster dependence is unknown, so count clusters
         return float(len(shifts))
     return max(1.0, min(float(n), share * (1.0 - share) * n * n / spread))
 
 
 def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
-    """The area under the curve of ``scores`` for label 1 over 0; nothing where either is missing."""
+    """Compute the ROC AUC for label 1 versus 0; empty if either is missing."""
     correct = []
     wrong = []
     for score, label in zip(scores, labels, strict=True):
@@ -105,7 +105,7 @@ def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[s
 
 
 def break_down_verdicts(items: Sequence[dict[str, Any]], name: str) -> Kinds:
-    """Return the accuracy ``name`` (of ``right``) by kind of item (``items.by_kind``), of the items with a verdict."""
+    """Compute accuracy ``name`` by kind (``items.by_kind``) over items with a verdict in ``right``."""
     judged = [item for item in items if item["right"] is not None]
 
     def measure(places: Sequence[int]) -> dict[str, float]:
@@ -119,9 +119,9 @@ def break_down_verdicts(items: Sequence[dict[str, Any]], name: str) -> Kinds:
 
 
 def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
-    """Each example's best response against its worst, as training pairs them; pairs that training drops are dropped.
+    """Score each example's best versus worst response, using the pairing from training; unusable pairs are dropped.
 
-    ``pair_accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
+    ``pair_accuracy``: the chosen answer scores higher, ties count ½. ``margin``: mean score difference.
     """
     view = RewardEvaluation("pairs")
     pairs: list[tuple[Example, Response, Response]] = []
@@ -162,10 +162,10 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
 
 
 def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
-    """Answers that are right (1) or wrong (0), one or several to a problem.
+    """Evaluate answers labelled correct (1) or wrong (0), with one or more answers per problem.
 
-    Over answers: ``auc``, and where a score states a probability ``answer_accuracy`` (it is on the right side of one
-    half, a tie counts one half). Over problems: see ``choose_among``.
+    Over answers: ``auc`` and, if scores imply probabilities, ``answer_accuracy`` (thresholded at ½, ties count ½).
+    Over problems: see ``choose_among``.
     """
     view = RewardEvaluation("judged answers")
     num_missing = sum(not example.responses for example in examples)
@@ -216,13 +216,13 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
 
 
 def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """The gain of choosing by score, over problems with at least two answers (``num_problems``).
+    """Measure best-of-n selection over problems with at least two answers (``num_problems``).
 
-    ``top_one``: the top-scored answer is right, ties shared. For comparison ``random_one`` (the mean), ``oracle`` (any
-    is right).
+    ``top_one``: accuracy of the top-scored answer, averaging ties. Baselines: ``random_one`` (mean), ``oracle`` (any
+    correct).
 
     Args:
-        groups: of each problem the score (−inf: none) and the label of every answer.
+        groups: per problem, (score, label) pairs; score −inf if missing.
     """
     measures: dict[str, float] = {}
     if groups:
@@ -243,12 +243,12 @@ def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, f
 
 
 def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
-    """Solutions with labelled steps: is each step judged rightly, and is the first wrong one found?
+    """Evaluate step verdicts and first-error localization on solutions with labelled steps.
 
-    A step is good if its class is not the lowest, and called good if P(good) > 1/2; one without a label counts nowhere.
-    Over solutions: ``solution_accuracy`` (the first step with P(good) < 1/2 is the first that is labelled bad, or there
-    is neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
-    classes), ``positive_share`` and ``step_auc``.
+    A step is good unless labelled with the lowest class, and predicted good if P(good) > ½ (½ counts half). Unlabelled
+    steps are ignored. Over solutions: ``solution_accuracy`` (the first step with P(good) < ½ matches the first step
+    labelled bad, or neither exists) plus ``score_first_errors``. Over steps: ``step_accuracy`` (two classes, like in
+    training), ``positive_share`` and ``step_auc``.
     """
     view = RewardEvaluation("labelled steps")
     labelled: list[tuple[Example, int, Response]] = []
@@ -320,21 +320,21 @@ def _summarize_steps(view: RewardEvaluation) -> None:
 
 
 def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEvaluation:
-    """Score the given responses of the ``n`` examples that every evaluation of the task uses.
+    """Score the given responses of a task's ``n`` evaluation examples.
 
-    The view follows from the data and the model: labelled steps for a model that judges steps; else pairs, where scores
-    are ratings, or where every example has two responses and the model knows only preferences; else judged answers
-    (scores of 0 and 1). Items that cannot be scored are left out and counted (``dropped``).
+    The view depends on data and model: labelled steps for a process model; else pairs, if scores are ratings, or if
+    every example has two responses and the model predicts only preferences; else judged answers (scores 0 and 1).
+    Unscorable items are skipped and counted (``dropped``).
 
     Raises:
-        UsageError: an empty task, one without responses, or one of which nothing can be scored.
+        UsageError: an empty task, no responses, or no scorable item.
     """
     started = time.perf_counter()
     examples = held_out(task, n, distinct=False)
     if not any(example.responses for example in examples):
         raise UsageError(
-            f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
-            "task of pairs, judged answers or labelled steps (for stories: --task.responses pair, judged or steps)"
+            f"task {task.name!r} has no given responses to score; choose a task with pairs, judged answers or labelled "
+            "steps (for stories: --task.responses pair, judged or steps)"
         )
     groups = [example.responses for example in examples if example.responses]
     responses = [response for group in groups for response in group]
@@ -346,7 +346,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     else:
         view = evaluate_judged(model, examples)
     if not view.results.get("n"):
-        raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
+        raise UsageError(f"task {task.name!r}: no scorable items; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
     view.name = task_label(task)
     view.kinds = break_down_verdicts(view.items, ACCURACIES[view.view])
@@ -355,9 +355,9 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
 
 @dataclass(frozen=True)
 class Scored:
-    """A reward model measured on a task, the settings that decide about the results, the folder for its files.
+    """One reward model's evaluation on one task, with settings and output folder.
 
-    ``notes``: lines about the task's rows.
+    ``notes``: warnings about the task's rows.
     """
 
     label: str
@@ -368,10 +368,10 @@ class Scored:
 
 
 def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
-    """Score the given answers of every task with every reward model, one model in memory at a time.
+    """Score every task's given answers with every reward model, keeping only one model in memory.
 
     Raises:
-        UsageError: options or models that cannot be used; said before any model is loaded.
+        UsageError: unusable options or models; most are detected before loading any model.
     """
     sources = tell_apart(request.models)
     named: Sequence[Component | None] = request.tasks or [None]
@@ -415,7 +415,7 @@ def run_scoring(request: EvaluationRequest) -> Iterator[Scored]:
 
 
 def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
-    """A folder for each model and task: in its run, or below ``out``."""
+    """Choose a folder per model and task: inside the run, or below ``out``."""
     is_shared = out is not None and len({source.label for source, _ in trials}) > 1
     folders = []
     for source, task in trials:
@@ -433,10 +433,10 @@ def _choose_folders(out: Path | None, trials: Sequence[tuple[ModelSource, Task]]
 
 
 def write_scores(scored: Scored, page: str) -> None:
-    """``items.jsonl``, ``summary.md`` (``page``) and, last, ``results.json``; those of an earlier one are replaced.
+    """Write ``items.jsonl``, ``summary.md`` (``page``) and, last, ``results.json``, replacing earlier files.
 
     Raises:
-        StorageError: the disk is full or not writable.
+        StorageError: writing failed, for example on a full disk.
     """
     one = scored.evaluation
     content = {

@@ -1,7 +1,7 @@
-"""A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
+"""Trained reward models: answer scores, step probabilities, and the ``reward_model`` reward.
 
-Rows of tokens are those of training (``data/render/rows.py``), and a score is read at the same place: the end token of
-an answer, the last token of each step.
+Token rows match training (``data/render/rows.py``), with scores read at the same positions: the answer's
+end-of-sequence token, or each step's final token.
 """
 
 from __future__ import annotations
@@ -48,19 +48,18 @@ Kind = Literal["preference", "outcome", "process"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADS = "heads.safetensors"
 TOKENS_PER_MICRO = 1 << 14
-# A step ends with the white space behind a sentence; what follows belongs to the next.
+# Steps split after a sentence; whitespace belongs to the following step.
 _SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
 _STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A reward model with the template that it was trained with.
+    """A reward model with its training template.
 
-    ``kind``: its scores are log-odds between answers to one prompt (``preference``), log-odds that the answer is right
-    (``outcome``), or of each step the probability that it is good (``process``; that of an answer is then the lowest of
-    its steps, Lightman et al. 2023, appendix F). ``max_tokens``: a row that is longer (prompt, answer and end token)
-    is not scored.
+    ``kind``: meaning of scores. ``preference``: log-odds between answers to one prompt. ``outcome``: log-odds of a
+    correct answer. ``process``: P(good) per step, with the lowest step as answer score (Lightman et al. 2023,
+    appendix F). ``max_tokens``: longer rows (prompt, answer, end-of-sequence token) are not scored.
     """
 
     label: str
@@ -74,7 +73,7 @@ class RewardModel:
 
     @property
     def unscored(self) -> str:
-        """The reason why a score is None."""
+        """Reason reported for missing scores."""
         long = f"longer than the model's {self.max_tokens} tokens"
         if self.kind == "process":
             missing = "steps"
@@ -83,11 +82,12 @@ class RewardModel:
         return f"{long}, or without {missing}"
 
     def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
-        """Score each text as the answer to its example's messages; higher is better.
+        """Score texts as answers to their example's messages; higher is better.
 
-        ``texts`` are what a policy wrote, with or without what the prompt has opened. A process model is asked about
-        the reasoning alone, cut into steps. None: longer than ``max_tokens``, without any step, or cut off before any
-        token. One that ``finishes`` with ``length`` gets no end token and is scored where it stops.
+        ``texts``: model output, with or without the opening that the template puts into the prompt. A process model
+        scores only the reasoning, split into steps. None: exceeds ``max_tokens``, contains no steps, or was truncated
+        before any token. If ``finishes`` is ``length``, no end-of-sequence token is added, and scoring uses the final
+        token.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
@@ -106,7 +106,7 @@ class RewardModel:
         return _last(self.read(rows))
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
-        """Like ``score``, of given answers, in the rows that training makes of them, or by a response's own steps."""
+        """Score given answers like ``score``, using training rows or the response's ``steps``."""
         if self.kind == "process":
             steps = [response.steps or split_steps(response.text) for response in responses]
             return _lowest(self.score_steps(examples, steps))
@@ -114,12 +114,12 @@ class RewardModel:
         return _last(self.read(self._rows(examples, labelled, "judged")))
 
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
-        """Return for each solution, given as its steps, the probability that each step is good.
+        """Compute P(good) for every step of each solution, given as lists of steps.
 
-        ``σ(s)``; of three classes one less the probability of the negative one (Lightman et al. 2023). None:
-        longer than ``max_tokens``, no steps, or an empty one.
+        ``σ(s)``; with three classes, 1 − P(negative) (Lightman et al. 2023). None: exceeds ``max_tokens``, no steps,
+        or an empty step.
         """
-        assert self.kind == "process", "a model of steps alone has probabilities of steps"
+        assert self.kind == "process", "only process models have step probabilities"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
         probabilities: list[list[float] | None] = []
         for scores in self.read(self._rows(examples, responses, "steps")):
@@ -130,7 +130,7 @@ class RewardModel:
         return probabilities
 
     def probability(self, score: float) -> float | None:
-        """The probability of being right that a score states, where it states one."""
+        """Convert a score to P(correct); None for preference models."""
         if self.kind == "preference":
             return None
         if self.kind == "process":
@@ -139,11 +139,11 @@ class RewardModel:
 
     @torch.no_grad()
     def read(self, rows: Sequence[TokenRow | str]) -> list[Tensor | None]:
-        """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
-        classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
+        """Read head scores at each row's step ends, or its final token: fp32 ``[N]``, or ``[N, C]`` for C classes;
+        None for rows that are too long or invalid. Rows sharing a prompt share computation.
 
         Raises:
-            RunFailure: a score that is no finite number.
+            RunFailure: a score is not finite.
         """
         row_scores: list[Tensor | None] = [None] * len(rows)
         for piece in each_piece("scoring", _pieces(rows, self.max_tokens, self.tokens_per_micro), "answers"):
@@ -161,13 +161,13 @@ class RewardModel:
             is_scored = batch.mask.to(self.forward.device)
             scores = self.forward.read_scores(batch)[is_scored].float().cpu()
             if not bool(scores.isfinite().all()):
-                raise RunFailure(f"{self.label}: the reward model gave a score that is no finite number")
+                raise RunFailure(f"{self.label}: the reward model returned a score that is not finite")
             for index, part in zip(piece, scores.split(counts), strict=True):
                 row_scores[index] = part
         return row_scores
 
     def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[TokenRow | str]:
-        """The row that training makes of each response, or the reason why it makes none."""
+        """Build each response's training row, or the reason for dropping it."""
         rows: list[TokenRow | str] = []
         for example, response in zip(examples, responses, strict=True):
             alone = replace(example, responses=(response,))
@@ -180,7 +180,7 @@ class RewardModel:
 
 
 def _lowest(steps: Sequence[Sequence[float] | None]) -> list[float | None]:
-    """The score of each solution: the lowest probability of its steps."""
+    """Score each solution by its lowest step probability."""
     scores: list[float | None] = []
     for probabilities in steps:
         if probabilities is None:
@@ -191,7 +191,7 @@ def _lowest(steps: Sequence[Sequence[float] | None]) -> list[float | None]:
 
 
 def _last(row_scores: Sequence[Tensor | None]) -> list[float | None]:
-    """The score of each answer: the one at its end."""
+    """Read each answer's final score."""
     scores: list[float | None] = []
     for of_row in row_scores:
         if of_row is None:
@@ -204,26 +204,26 @@ def _last(row_scores: Sequence[Tensor | None]) -> list[float | None]:
 def load_reward_model(
     recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
 ) -> RewardModel:
-    """Return the reward model that a resolved recipe has trained, from its run's ``checkpoints``.
+    """Load a trained reward model from a run's ``checkpoints``.
 
-    ``label``: its name in messages. ``step``: by default the best, else the newest. ``bits``: of a quantized copy.
+    ``label``: shown in messages. ``step``: defaults to the best, else the newest. ``bits``: selects a quantized copy.
 
     Raises:
-        UsageError: the recipe trains no reward model, or there is no such checkpoint.
-        CheckpointError: the checkpoint does not verify, or holds no head, or another one.
+        UsageError: the recipe trains no reward model, or the step is missing.
+        CheckpointError: verification failed, or the head is missing or incompatible.
     """
     entry = find("objective", recipe.objective.name, "objective")
     kind = entry.traits.get("scores")
     if entry.traits.get("head") != "score":
         scoring = [name for name, one in entries("objective").items() if one.traits.get("scores") in KINDS]
         raise UsageError(
-            f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
-            f"reward model, such as one of {', '.join(scoring)}"
+            f"{label}: this run trained a policy ({recipe.objective.name}), not a reward model; give a run "
+            f"trained with {', '.join(scoring)}"
         )
     if kind not in KINDS:
         raise UsageError(
-            f"{label}: objective {recipe.objective.name!r} does not say what its scores mean; register it with "
-            f"scores= one of {', '.join(KINDS)}"
+            f"{label}: objective {recipe.objective.name!r} does not declare its kind of scores; register it with "
+            f"scores= set to {', '.join(KINDS)}"
         )
     folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
     changes: dict[str, object] = {"name": str(folder), "init": None, "adapter": None}
@@ -231,7 +231,7 @@ def load_reward_model(
         quantized = folder / QUANTIZED_FOLDERS[bits]
         if not quantized.is_dir():
             raise UsageError(
-                f"{label}: no copy in {bits} bits next to the weights of step {chosen}; make it with: "
+                f"{label}: step {chosen} has no {bits}-bit copy; create it with: "
                 f"posttrain quantize {label} --bits {bits}"
             )
         changes["name"] = str(quantized)
@@ -240,7 +240,7 @@ def load_reward_model(
     loaded = load_model(section, seed=recipe.train.seed)
     policy = Forward(loaded.model.requires_grad_(False))
     forward, heads = forward_with_head(entry, recipe.objective.options, recipe.head, policy, recipe.train.seed)
-    assert isinstance(forward, Forward), "a reward head has one model"
+    assert isinstance(forward, Forward), "a reward head has a single trunk"
     restore_heads(heads, load_file(folder / HEADS))
     template = build_template(recipe.prompt.template)
     context = context_length(loaded.model.config)
@@ -248,16 +248,16 @@ def load_reward_model(
 
 
 def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
-    """Return the reward model of a run, or of a checkpoint in it, with its own template.
+    """Load a reward model, with its template, from a run or one of its checkpoints.
 
     Raises:
-        UsageError: no run, or one that trained a policy.
-        CheckpointError: no checkpoint of it can be used.
+        UsageError: not a run, or a policy run.
+        CheckpointError: no usable checkpoint.
     """
     if source.run is None or source.recipe is None:
         raise UsageError(
-            f"{source.name}: a reward model is named by its run, or by a checkpoint in its run, where its head and its "
-            "template are; `posttrain runs` lists the runs"
+            f"{source.name}: give a reward model as a run or a checkpoint inside a run, which contains head and "
+            "template; `posttrain runs` lists them"
         )
     changes: dict[str, object] = {}
     if dtype is not None:
@@ -269,7 +269,7 @@ def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: 
     path = Path(source.path)
     bits_of = {folder: bits for bits, folder in QUANTIZED_FOLDERS.items()}
     bits = bits_of.get(path.name)
-    step = None  # of a whole run, its best
+    step = None  # whole run: use the best
     if path != source.run:
         match = _STEP.fullmatch(checkpoint_of(path).resolve().name)
         if match:
@@ -278,7 +278,7 @@ def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: 
 
 
 def reasoning_of(template: Template, text: str) -> str:
-    """The part of a policy's text that is reasoned in steps: up to where the reasoning's tag is closed, if it is."""
+    """Extract the reasoning from policy output: everything before the closing reasoning tag, if present."""
     body = text.removeprefix(template.opening)
     if not template.tags:
         return body
@@ -287,9 +287,9 @@ def reasoning_of(template: Template, text: str) -> str:
 
 
 def split_steps(text: str) -> list[str]:
-    """Return a solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
+    """Split a solution into paragraphs, else lines, else sentences, losslessly except for trailing whitespace.
 
-    The first of these that cuts the text is used. White space belongs to the step after it.
+    Uses the first separator giving several parts. Whitespace belongs to the following step.
     """
     for pattern in (r"(?<=\S)(?=\s*\n\s*\n)", r"(?<=\S)(?=[ \t]*\n)", _SENTENCE):
         parts = [part for part in re.split(pattern, text.rstrip()) if part.strip()]
@@ -299,7 +299,7 @@ def split_steps(text: str) -> list[str]:
 
 
 def _good(scores: Tensor) -> list[float]:
-    """P(good) of each step: ``[N]`` log-odds, or ``[N, C]`` logits with the lowest class as the error."""
+    """Convert step scores to P(good): ``[N]`` log-odds, or ``[N, C]`` logits with class 0 as the error."""
     wide = scores.double()
     if wide.ndim == 1:
         good = wide.sigmoid()
@@ -309,9 +309,9 @@ def _good(scores: Tensor) -> list[float]:
 
 
 def _pieces(rows: Sequence[TokenRow | str], max_tokens: int, budget: int) -> list[list[int]]:
-    """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
+    """Batch scorable rows by index, shortest first, keeping rows with the same prompt adjacent.
 
-    A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
+    A batch, padded to its longest row, holds at most ``budget`` tokens, unless a single row exceeds it.
     """
     lengths = {}
     families: dict[tuple[int, ...], list[int]] = {}
@@ -327,7 +327,7 @@ def _pieces(rows: Sequence[TokenRow | str], max_tokens: int, budget: int) -> lis
 def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, int]:
     steps = checkpoint_steps(root)
     if not steps:
-        raise UsageError(f"{label}: the run has no checkpoint yet")
+        raise UsageError(f"{label}: no checkpoints yet")
     best = best_step(root)
     if step is not None:
         chosen = step
@@ -336,19 +336,19 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
     else:
         chosen = steps[-1]
     if chosen not in steps:
-        raise UsageError(f"{label}: there is no checkpoint of step {chosen}; there are: {', '.join(map(str, steps))}")
+        raise UsageError(f"{label}: step {chosen} was not saved; available steps: {', '.join(map(str, steps))}")
     folder = step_folder(root, chosen)
     try:
         files = verify(folder, chosen)
     except Unverified as reason:
         others = ", ".join(str(s) for s in steps if s != chosen) or "none"
         raise CheckpointError(
-            f"{folder}: this checkpoint does not verify against its manifest: {reason}. Other steps there: {others}"
+            f"{folder}: checkpoint verification against the manifest failed: {reason}. Other steps: {others}"
         ) from None
     if HEADS not in files:
         raise CheckpointError(
-            f"{folder}: there is no {HEADS}, where the head of a reward model is kept; name a checkpoint that "
-            "training has written, not an export of the model alone"
+            f"{folder}: {HEADS} with the reward head is missing; give a checkpoint written by training, not an "
+            "exported model"
         )
     return folder, chosen
 
@@ -357,7 +357,7 @@ NUM_CALIBRATED = 256
 
 
 def prepare_reward_model(*, run: str, normalize: bool = False, **_: object) -> None:
-    """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
+    """Load the model (and scale) before sampling, to fail early."""
     open_run(run)
     if normalize:
         held_out_scale(run)
@@ -367,23 +367,21 @@ def prepare_reward_model(*, run: str, normalize: bool = False, **_: object) -> N
 def reward_model(
     example: Sequence[Example], text: Sequence[str], finish: Sequence[str], *, run: str, normalize: bool = False
 ) -> list[MeasuredReward]:
-    """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
+    """Score answers with a trained reward model, using its run's weights, template and tokenizer.
 
-    ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
-    model the lowest probability of a step. An answer that was cut off is scored as one, without an end token. An
-    answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
-    counted as ``unscored``.
+    ``r = s(x, y)``: a preference model's score, an outcome model's log-odds of being correct, or a process model's
+    lowest step probability. Truncated answers are scored without an end-of-sequence token. If scoring is impossible
+    (exceeds the model's context), an answer gets the lowest score in its batch, and counts as ``unscored``.
 
     Args:
-        run: the folder of its run; the best checkpoint is used.
-        normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
-            in its own held-out data (at most 256 examples), computed once: scores of preference models have no
-            zero of their own.
+        run: folder of the reward-model run; its best checkpoint is used.
+        normalize: subtract the mean and divide by the standard deviation of scores on given answers in the model's
+            held-out data (at most 256 examples), computed once: preference scores have an arbitrary zero point.
 
-    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
+    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, which also subtracts the mean.
 
     Raises:
-        UsageError: no such run, or it trained no reward model.
+        UsageError: no such run, or a run without a reward model.
     """
     mean = 0.0
     std = 1.0
@@ -402,16 +400,16 @@ def reward_model(
 
 @cache
 def open_run(run: str) -> RewardModel:
-    """The reward model of a run's folder, loaded once in a process.
+    """Load a run's reward model, once per process.
 
     Raises:
-        UsageError: no such run, or it trained no reward model.
-        CheckpointError: its checkpoint does not verify.
+        UsageError: no such run, or a run without a reward model.
+        CheckpointError: checkpoint verification failed.
     """
     folder = Path(run)
     if not (folder / "recipe.yaml").is_file():
         raise UsageError(
-            f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
+            f"reward_model: {run} is not a run folder (recipe.yaml is missing). Train a reward model first, such as "
             "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
         )
     return load_reward_model(_recipe_of(folder), folder / "checkpoints", label=folder.name)
@@ -419,12 +417,12 @@ def open_run(run: str) -> RewardModel:
 
 @cache
 def held_out_scale(run: str) -> tuple[float, float]:
-    """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+    """Compute the mean and standard deviation of a reward model's scores on held-out given answers.
 
-    Of at most 256 examples, which are those that every evaluation of that size uses.
+    Uses up to 256 examples, chosen like in evaluation.
 
     Raises:
-        RecipeError: fewer than two answers there, or all have the same score.
+        RecipeError: fewer than 2 scored answers, or all scores are equal.
     """
     model = open_run(run)
     recipe = _recipe_of(Path(run))
@@ -445,8 +443,8 @@ def held_out_scale(run: str) -> tuple[float, float]:
     scores = [score for score in model.score_responses(examples, responses) if score is not None]
     if len(scores) < 2 or statistics.pstdev(scores) == 0:
         raise RecipeError(
-            f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
-            "whose scores differ; leave normalize out"
+            f"reward_model: normalize needs at least 2 different held-out scores from {run}, got {len(scores)} scores; "
+            "drop normalize"
         )
     return statistics.fmean(scores), statistics.stdev(scores)
 

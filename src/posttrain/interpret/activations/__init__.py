@@ -1,1 +1,1 @@
-"""Hidden states: where they are read, recorded, stored and loaded again."""
+"""Hidden states: sites, recording, storage."""

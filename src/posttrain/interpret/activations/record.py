@@ -1,4 +1,4 @@
-"""Recording of what layers of one model, or of two over the same tokens, compute, and the documents that they read."""
+"""Record layer activations from one model, or from two on the same tokens, and collect documents to record."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from posttrain.types import Model, Tokenizer
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS = 1024
 MAX_SHARD_ROWS = 1 << 16
-LARGE_BYTES = 1 << 30  # a larger recording has to be allowed
-# Tokens of a batch, padding included, where no number of documents is given.
+LARGE_BYTES = 1 << 30  # larger recordings need confirmation
+# Tokens per batch including padding, unless a number of documents is given.
 TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 4096}
 OUTLIER_FACTOR = 10.0
 MAX_CONTEXT_TOKENS = 8192
@@ -60,28 +60,28 @@ def record_activations(
     ready: Callable[[str], object] = lambda size: None,
     observe: Callable[[int, int], object] = lambda done, total: None,
 ) -> ActivationStore:
-    """Record activations of documents (token ids) into a folder and open it; an interrupted recording continues.
+    """Record activations on documents (token ids) into a folder, and open it; resumes an interrupted recording.
 
     Args:
-        models: one, or two over the same tokens (``base`` and ``post``); names or sections of a recipe.
-        dtype: of what is stored. Norms are taken before rounding.
-        outliers: drop rows with a norm above this many times the median of the first shard, in any site and source; 0
-            keeps them.
-        batch: documents at a time; None: as many as fit into a number of tokens.
+        models: one, or two (``base`` and ``post``) reading the same tokens; names or recipe sections.
+        dtype: storage dtype. Norms are computed before rounding.
+        outliers: drop rows whose norm, in any site or source, exceeds this multiple of the median in the first shard;
+            0 keeps all.
+        batch: documents per batch; None: limited by tokens.
         rows_per_shard: None: about 256 MiB.
-        allow_large, fewer: allow more than 1 GiB, or name the option for fewer rows in the message.
-        ready: gets the size as text when everything is checked and nothing written.
-        observe: gets (shards done, shards in all).
+        allow_large, fewer: allow more than 1 GiB; option suggested in the error message to reduce rows.
+        ready: called with a size description after all checks, before writing.
+        observe: called with (finished shards, total shards).
 
     Raises:
-        UsageError: documents, models and sites that do not fit, too many rows, or a folder with something else.
+        UsageError: incompatible documents, models or sites, too many rows, or a folder containing something else.
     """
     sections = _sections_of(models)
     texts = documents
     if not isinstance(texts, Documents):
         texts = Documents(list(texts))
     if len(sections) not in (1, 2) or not texts.ids or not all(texts.ids):
-        raise UsageError("a recording needs one model or two, and documents that are not empty")
+        raise UsageError("a recording needs 1 or 2 models, and nonempty documents")
     for section in sections:
         check_layers(section.name, sites)
     loaded = [load_model(section, seed=0) for section in sections]
@@ -116,7 +116,7 @@ def _sections_of(models: str | ModelSection | Sequence[str | ModelSection]) -> l
 
 
 def _add_rows(writer: StoreWriter, tensors: Mapping[str, Tensor], start_id: int | None, outliers: float) -> None:
-    """Write the rows of a shard that stay; the first shard sets the norms above which rows are dropped."""
+    """Write a shard, dropping outliers; the first shard sets the norm limits."""
     norms = {}
     for name in writer.index.columns:
         norms[name] = torch.linalg.vector_norm(tensors[name], dim=1, dtype=torch.float32)
@@ -141,18 +141,18 @@ def _describe(
     sites: list[str],
     dtype: Literal["bf16", "fp32"],
 ) -> StoreIndex:
-    """Check that the models fit the texts and one another; return the index of the recording."""
+    """Check compatibility between models and texts, and build the recording index."""
     tokenizers = [tokenizer_hash(each.tokenizer) for each in loaded]
     both = " and ".join(section.name for section in sections)
     if len(set(tokenizers)) > 1:
         raise UsageError(
-            f"{both} have different tokenizers, so no token stands for the same in both; pair a model with one that "
-            "was trained from it"
+            f"{both} have different tokenizers, so token ids do not correspond; pair a model with its own "
+            "fine-tuned version"
         )
     longest = max(map(len, texts.ids))
     context = min(context_length(each.model.config) for each in loaded)
     if longest > context:
-        raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
+        raise UsageError(f"a document has {longest} tokens, but the model only {context}; truncate it first")
     widths = []
     for each in loaded:
         rows = read_rows(each.model, sites, [[0, 1]])
@@ -174,14 +174,14 @@ def _describe(
 
 
 def _check_size(folder: Path, num_tokens: int, row_bytes: int, allow_large: bool, fewer: str) -> str:
-    """Refuse what is large unless that is allowed; return the size as text."""
+    """Refuse large recordings unless allowed; returns a size description."""
     num_bytes = num_tokens * row_bytes
     there = 0
     if folder.is_dir():
         there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     size = f"{num_tokens:,} tokens x {row_bytes:,} bytes = {num_bytes / 1e6:,.1f} MB at most"
     if num_bytes - there > LARGE_BYTES and not allow_large:
-        raise UsageError(f"{size}: add --yes to record them, or set {fewer} lower")
+        raise UsageError(f"{size}: add --yes to record anyway, or lower {fewer}")
     return f"{size}, in {folder}"
 
 
@@ -193,7 +193,7 @@ def _compute(
     batch: int | None,
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return all rows of a shard's documents in their order, as tensors that ``StoreWriter.add`` takes."""
+    """Compute all rows for a shard's documents in order, formatted for ``StoreWriter.add``."""
     lengths = [len(documents[number]) for number in numbers]
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     tensors = describe_rows(documents, numbers)
@@ -210,9 +210,9 @@ def _compute(
 
 
 def keep_rows(norms: Mapping[str, Tensor], first: Tensor, limits: Mapping[str, float]) -> tuple[Tensor, dict[str, int]]:
-    """Return which rows stay, and how many go for each reason; a row that goes for two is counted under the first.
+    """Select rows to keep, and count dropped rows by reason; if several apply, only the first counts.
 
-    ``norms`` of every row and ``limits`` by ``site@source``; ``first`` bool [n]: tokens at the start of a document.
+    ``norms``, ``limits``: by ``site@source``. ``first`` bool [n]: tokens starting a document.
     """
     broken = torch.zeros_like(first)
     outlier = torch.zeros_like(first)
@@ -229,7 +229,7 @@ def keep_rows(norms: Mapping[str, Tensor], first: Tensor, limits: Mapping[str, f
 
 
 def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
-    """Return consecutive documents, each group just large enough for ``rows`` tokens (the last may be smaller)."""
+    """Group consecutive documents until each group reaches ``rows`` tokens (the last can be smaller)."""
     shards: list[range] = []
     start = 0
     total = 0
@@ -245,14 +245,14 @@ def plan_shards(lengths: Sequence[int], rows: int) -> list[range]:
 
 
 def plan_batches(lengths: Sequence[int], batch: int | None, tokens: int) -> list[list[int]]:
-    """Return documents of like length together: ``batch`` at a time, else up to ``tokens`` when padded (or one)."""
+    """Group documents by similar length: ``batch`` per group, else up to ``tokens`` with padding (or one)."""
     budget = float("inf")
     if batch is None:
         budget = tokens
     return split_padded(by_length(lengths), lengths, budget, batch)
 
 
-# Documents to record over, as token ids.
+# Documents to record, as token ids.
 
 
 def read_documents(
@@ -267,16 +267,15 @@ def read_documents(
     limit: int | None = None,
     where: str = "--",
 ) -> Documents:
-    """Return the texts of a file, what a run has sampled, or the prompts of a task.
+    """Read texts from a file, rollouts from a run, or prompts from a task.
 
-    ``text``: plain text, or rows with texts under ``text`` (``.jsonl``), cut into pieces of ``context_tokens`` that
-    each begin with the tokens that the tokenizer puts in front of a text. ``rollouts``: the folder of a run; prompts
-    and completions, token by token. Of a longer prompt or rollout the beginning is taken. ``max_tokens``: of all
-    documents together; ``limit``: rows of the task, the file or the run. ``where``: how messages begin the names of
-    these (``--``, ``activations.``).
+    ``text``: plain text, or rows with a ``text`` field (``.jsonl`` and similar), split into chunks of
+    ``context_tokens``, each starting with the tokenizer's leading special tokens. ``rollouts``: run folder; uses
+    recorded prompt and completion ids. Longer prompts and rollouts are truncated. ``max_tokens``: total over all
+    documents; ``limit``: maximum rows. ``where``: prefix for option names in messages (``--``, ``activations.``).
 
     Raises:
-        UsageError, DataError: they cannot be read, have no tokens, or the run has another tokenizer.
+        UsageError, DataError: unreadable, no tokens, or a run with a different tokenizer.
     """
     limited: dict[str, object] = {}
     if limit is not None:
@@ -287,10 +286,10 @@ def read_documents(
         return collect_documents(pieces, data, context_tokens, max_tokens)
     if rollouts is not None:
         if tokenizer_hash(load_tokenizer(str(rollouts))) != tokenizer_hash(tokenizer):
-            raise UsageError(f"{where}rollouts: {rollouts}: its tokenizer is not that of the model")
+            raise UsageError(f"{where}rollouts: {rollouts}: tokenizer differs from the model's")
         return read_rollouts(rollouts / "rollouts.db", rollouts.name, context_tokens, max_tokens, limit)
-    assert task is not None, "its callers choose one"
-    assert template is not None, "its callers choose one"
+    assert task is not None, "callers choose one"
+    assert template is not None, "callers choose one"
     form = build_template(template, f"{where}template")
     built_task = take_rendered(build_task(task, f"{where}task"), form, tokenizer, f"{where}task")
     data = {"source": "task", "task": built_task.name, "split": built_task.split, "template": form.name}
@@ -302,10 +301,12 @@ def read_documents(
 def read_rollouts(
     path: Path, run: str, context_tokens: int, max_tokens: int | None = None, limit: int | None = None
 ) -> Documents:
-    """Return what a run has sampled while it trained, ``limit`` answers at most; ``DataError``: nothing."""
+    """Read up to ``limit`` training rollouts from a run; ``DataError``: none recorded."""
     rollouts = RolloutStore(path, read_only=True).training()
     if not rollouts:
-        raise DataError(path, "no rollouts to read: this run has sampled nothing; record over its task, with --task")
+        raise DataError(
+            path, "no rollouts to read, because this run never sampled; record its task instead, with --task"
+        )
     sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in islice(rollouts, limit))
     data: dict[str, object] = {"source": "rollouts", "run": run}
     if limit is not None:
@@ -328,9 +329,9 @@ def _pieces(
         try:
             texts = [path.read_text(encoding="utf-8")]
         except UnicodeDecodeError as error:
-            raise DataError(path, f"this is no UTF-8 text ({error.reason} at byte {error.start})") from error
+            raise DataError(path, f"not UTF-8 text ({error.reason} at byte {error.start})") from error
     for text in islice(texts, limit):
-        ids = encode_plain(tokenizer, text)  # nothing in a text becomes a special token
+        ids = encode_plain(tokenizer, text)  # text never produces special tokens
         for start in range(0, len(ids), size):
             yield leading + ids[start : start + size], 0
 
@@ -338,7 +339,7 @@ def _pieces(
 def collect_documents(
     sequences: Iterable[tuple[list[int], int]], data: Mapping[str, object], context_tokens: int, max_tokens: int | None
 ) -> Documents:
-    """Return documents (ids, length of the prompt) within both limits; ``UsageError``: there are no tokens."""
+    """Collect documents from (ids, prompt length) within both limits; ``UsageError``: no tokens."""
     documents = Documents(data={**data, "context_tokens": context_tokens, "max_rows": max_tokens})
     room: float = float("inf")
     if max_tokens is not None:
@@ -356,5 +357,5 @@ def collect_documents(
         room -= len(kept)
     if not documents.ids:
         where = ", ".join(str(value) for value in data.values() if value)
-        raise UsageError(f"nothing to record over: {where} has no tokens")
+        raise UsageError(f"nothing to record: {where} has no tokens")
     return documents

@@ -1,8 +1,9 @@
-"""Activations on the disk: safetensors shards with an ``index.json``, written in order and read by row.
+"""Activation storage: safetensors shards with an ``index.json``, written sequentially and read by row.
 
-A shard holds a tensor ``[rows, width]`` for every site and source (``resid.20@model``), and ``tokens``, ``document``
-and ``position`` of every row. ``documents.safetensors`` holds the token ids of all documents, those of dropped rows
-included. ``export_pt`` and ``import_pt`` exchange rows with other programs as ``.pt`` files."""
+Each shard contains a tensor ``[rows, width]`` per site and source (``resid.20@model``), plus ``tokens``, ``document``
+and ``position`` per row. ``documents.safetensors`` contains complete documents, including tokens whose rows were
+dropped. ``export_pt`` and ``import_pt`` exchange rows with other programs as ``.pt`` files.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ ROWS_PER_FILE = 65536
 
 @dataclass(slots=True)
 class Documents:
-    """Token ids of documents, none empty.
+    """Nonempty documents as token ids.
 
-    ``prompt_lengths``: the number of prompt tokens of each (empty for plain texts). ``data``: where they come from.
-    ``dropped``: counts of what was left out, by reason (whole documents, or tokens).
+    ``prompt_lengths``: prompt tokens per document (empty list for plain texts). ``data``: describes the origin.
+    ``dropped``: counts by reason (documents or tokens).
     """
 
     ids: list[Sequence[int]] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Documents:
         return sum(map(len, self.ids))
 
     def pack(self) -> bytes:
-        """Return a safetensors file: ``ids`` of all, ``offsets`` and ``prompt_lengths`` of each."""
+        """Serialize to safetensors: concatenated ``ids``, with ``offsets`` and ``prompt_lengths`` per document."""
         sizes = torch.tensor([0, *map(len, self.ids)])
         lengths = torch.tensor(self.prompt_lengths or [0] * len(self.ids), dtype=torch.int32)
         parts = [torch.empty(0, dtype=torch.int32)]
@@ -66,7 +67,7 @@ class Documents:
 
 
 class RecordedModel(BaseModel):
-    """A model whose activations are stored: ``model``, or ``base`` and ``post`` where there are two."""
+    """A recorded model: ``model``, or ``base`` and ``post`` if two were recorded."""
 
     name: str
     model: str
@@ -75,7 +76,7 @@ class RecordedModel(BaseModel):
 
 
 class ShardEntry(BaseModel):
-    """One shard: its file, its number of rows, and the hash of its bytes."""
+    """File name, row count and SHA-256 for one shard."""
 
     file: Annotated[str, Field(pattern=r"^shard-\d{5,9}\.safetensors$")]
     rows: NonNegativeInt
@@ -83,11 +84,11 @@ class ShardEntry(BaseModel):
 
 
 class StoreIndex(BaseModel, extra="forbid"):
-    """The content of ``index.json``.
+    """Contents of ``index.json``.
 
-    ``widths`` by site. ``data`` describes the texts, ``settings`` the other things that decide what the rows are; an
-    interrupted recording continues only with the same ones. ``limits`` by ``site@source``: the norm above which rows
-    were dropped. ``dropped`` counts by reason what was left out, of the texts and of the rows.
+    ``widths`` by site. ``data`` describes the texts, ``settings`` additional options affecting rows; resuming
+    requires both unchanged. ``limits`` by ``site@source``: rows with larger norms were dropped. ``dropped``: counts
+    by reason, covering texts and rows.
     """
 
     widths: Annotated[dict[str, PositiveInt], Field(min_length=1)]
@@ -109,10 +110,10 @@ class StoreIndex(BaseModel, extra="forbid"):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(set(self.source_names)) < len(self.sources):
-            raise ValueError("sources: one twice")
+            raise ValueError("sources: duplicate name")
         num_rows = sum(shard.rows for shard in self.shards)
         if self.rows != num_rows or (self.finished and not self.shards):
-            raise ValueError("rows: not those of the shards")
+            raise ValueError("rows: inconsistent with the shards")
         return self
 
     @property
@@ -121,17 +122,17 @@ class StoreIndex(BaseModel, extra="forbid"):
 
     @property
     def columns(self) -> list[str]:
-        """Names of the tensors in the shards: ``resid.20@model`` for every site and source."""
+        """List tensor names in shards: ``resid.20@model`` for every site and source."""
         return [f"{site}@{source}" for site in self.widths for source in self.source_names]
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row on the disk: activations, and token, document and position."""
+        """Compute bytes per row: activations plus token, document and position."""
         num_values = sum(self.widths.values()) * len(self.sources)
         return num_values * DTYPES[self.dtype].itemsize + 12
 
     def deciding(self) -> dict[str, str]:
-        """Return what must be the same for a recording to continue, as JSON by name."""
+        """Collect settings that must match to resume a recording, JSON-encoded."""
         keys: dict[str, object] = {
             "sites": self.widths,
             "dtype": self.dtype,
@@ -146,20 +147,20 @@ class StoreIndex(BaseModel, extra="forbid"):
 
 
 def read_store_index(folder: Path) -> StoreIndex:
-    """Return the index of a folder, or raise ``DataError``."""
+    """Read ``index.json``; ``DataError`` if missing or invalid."""
     path = folder / INDEX
     if not path.is_file():
-        raise DataError(folder, f"no recorded activations here (no {INDEX}); `posttrain activations` makes them")
+        raise DataError(folder, f"no recorded activations (missing {INDEX}); create them with `posttrain activations`")
     try:
         return StoreIndex.model_validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        raise DataError(path, f"this is no index of activations that can be read ({first_fault(error)})") from None
+        raise DataError(path, f"invalid index of activations ({first_fault(error)})") from None
 
 
 class ActivationStore:
-    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents.
+    """Recorded activations, memory-mapped; row indices run across shards in document order.
 
-    ``verify``: read every file and compare its hash. ``DataError``: an unfinished recording, a missing or damaged file.
+    ``verify``: check all file hashes. ``DataError``: an unfinished recording, a missing or damaged file.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
@@ -167,15 +168,15 @@ class ActivationStore:
         self.index = read_store_index(self.folder)
         index = self.index
         if not index.finished:
-            raise DataError(self.folder, "this recording was interrupted; the same command again goes on with it")
+            raise DataError(self.folder, "recording was interrupted; repeat the same command to resume")
         hashes = {DOCUMENTS: index.documents_sha256}
         for shard in index.shards:
             hashes[shard.file] = shard.sha256
         for file, expected in hashes.items():
             if not (self.folder / file).is_file():
-                raise DataError(self.folder / file, "this file of the recording is missing; record again")
+                raise DataError(self.folder / file, "missing recording file; record again")
             if verify and hash_file(self.folder / file) != expected:
-                raise DataError(self.folder / file, "this file was changed after it was recorded; record again")
+                raise DataError(self.folder / file, "file was changed after recording; record again")
         self.num_rows = index.rows
         self.num_documents = index.documents
         self.sites = tuple(index.widths)
@@ -193,48 +194,48 @@ class ActivationStore:
         offsets = self._documents["offsets"]
         num_ids = len(self._documents.get("ids", ()))
         if int(offsets[0]) or (offsets.diff() < 0).any() or int(offsets[-1]) != num_ids:
-            raise DataError(self.folder / DOCUMENTS, "its documents do not follow one another; record again")
+            raise DataError(self.folder / DOCUMENTS, "document offsets are inconsistent; record again")
 
     def width(self, site: str | None = None) -> int:
-        """Return the width of a site."""
+        """Look up a site's width."""
         return self.index.widths[self._choose(site, self.sites, "site")]
 
     def gather(self, rows: Tensor, site: str | None = None, source: str | None = None) -> Tensor:
-        """Return activations ``[n, d]`` of the rows ``int64 [n]``, in that order, in the stored dtype.
+        """Read activations ``[n, d]`` for rows ``int64 [n]``, keeping order and stored dtype.
 
-        ``site`` and ``source`` may be left out where there is only one. ``UsageError``: no such site or source.
+        ``site`` and ``source`` are optional if unique. ``UsageError``: no such site or source.
         """
         site = self._choose(site, self.sites, "site")
         source = self._choose(source, self.sources, "source")
         return self._pick(rows, f"{site}@{source}")
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """Return token ids ``int64 [n]``: the token *at* each row."""
+        """Read token ids ``int64 [n]``: each row's input token."""
         return self._pick(rows, "tokens").long()
 
     def documents(self, rows: Tensor) -> Tensor:
-        """Return the document number of each row, ``int64 [n]``."""
+        """Read document numbers ``int64 [n]``."""
         documents = self._pick(rows, "document").long()
         if len(documents) and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
-            raise DataError(self.folder, f"a row says that it is of another document than the {self.num_documents}")
+            raise DataError(self.folder, f"row refers to a document outside the {self.num_documents} recorded")
         return documents
 
     def positions(self, rows: Tensor) -> Tensor:
-        """Return the place of each row in its document, ``int64 [n]``, from 0."""
+        """Read positions within the document ``int64 [n]``, from 0."""
         return self._pick(rows, "position").long()
 
     def document_tokens(self, document: int) -> list[int]:
-        """Return all token ids of a document, those of dropped rows too."""
+        """Read a document's complete token ids, including tokens whose rows were dropped."""
         start, end = self._documents["offsets"][document : document + 2].tolist()
         ids = self._documents["ids"][start:end]
         return list(ids.tolist())
 
     def prompt_lengths(self, documents: Tensor) -> Tensor:
-        """Return the number of prompt tokens of the documents, ``int64 [n]``; 0 for a plain text."""
+        """Read prompt lengths ``int64 [n]``; 0 for plain texts."""
         return self._documents["prompt_lengths"][documents].long()
 
     def limit(self, site: str, source: str) -> float:
-        """Return the norm above which rows were dropped."""
+        """Look up the norm limit used for dropping rows."""
         return self.index.limits.get(f"{site}@{source}", float("inf"))
 
     def _pick(self, rows: Tensor, name: str) -> Tensor:
@@ -263,32 +264,32 @@ class ActivationStore:
             if name is None:
                 problem = f"say which {what}"
             else:
-                problem = f"there is no {what} {name!r}.{suggest(name, known)}"
+                problem = f"no {what} {name!r}.{suggest(name, known)}"
             raise UsageError(f"{self.folder}: {problem} Recorded: {', '.join(known)}")
         return name
 
 
 def _map_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, memory-mapped; ``DataError``: other shapes than these."""
+    """Memory-map a safetensors file; ``DataError``: unreadable or unexpected shapes."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise DataError(path, f"holds no tensors that can be read ({first_line(error)})") from None
+        raise DataError(path, f"contains no readable tensors ({first_line(error)})") from None
     for name, shape in shapes.items():
         there: object = "nothing"
         if name in tensors:
             there = tuple(tensors[name].shape)
         if there != shape:
-            raise DataError(path, f"{name} has the shape {there}, but {INDEX} means {shape}; record again")
+            raise DataError(path, f"{name} has shape {there}, but {INDEX} expects {shape}; record again")
     return tensors
 
 
 class StoreWriter:
-    """Writes a recording shard by shard; an interrupted one continues at its first unfinished shard.
+    """Write recordings shard by shard, resuming at the first unfinished shard.
 
     Raises:
-        UsageError: the folder holds something else, or a recording with other settings.
-        StorageError: the disk is full or not writable.
+        UsageError: the folder contains something else, or a recording with different settings.
+        StorageError: writing failed, for example on a full disk.
     """
 
     def __init__(self, folder: str | Path, index: StoreIndex, documents: Documents) -> None:
@@ -304,8 +305,8 @@ class StoreWriter:
             for key in {**old, **new}:
                 if old.get(key) != new.get(key):
                     raise UsageError(
-                        f"{self.folder} was recorded with another `{key}`: {old.get(key)} there, {new.get(key)} now. "
-                        "Give another folder, or delete that one"
+                        f"{self.folder} was recorded with another `{key}`: stored {old.get(key)}, requested "
+                        f"{new.get(key)}. Give a different folder, or delete it"
                     )
             self.index = stored
             return
@@ -314,17 +315,17 @@ class StoreWriter:
             there = {path.name for path in self.folder.iterdir() if not path.name.startswith(".tmp-")}
             others = there - {DOCUMENTS}
         if others:
-            raise UsageError(f"{self.folder} holds something else than activations; give another folder")
+            raise UsageError(f"{self.folder} contains something other than activations; give a different folder")
         replace_file(self.folder / DOCUMENTS, content)
         self._write_index()
 
     def set_limits(self, limits: Mapping[str, float]) -> None:
-        """Keep the norms above which rows are dropped, so that a resumed recording drops the same rows."""
+        """Store the norm limits, so a resumed recording drops the same rows."""
         self.index.limits = dict(limits)
         self._write_index()
 
     def add(self, tensors: Mapping[str, Tensor], dropped: Mapping[str, int]) -> None:
-        """Write the next shard: a tensor of any float type for each of ``index.columns``, and ``ROW_INFO``."""
+        """Write the next shard: a float tensor for each name in ``index.columns``, and ``ROW_INFO``."""
         index = self.index
         rows = len(tensors["tokens"])
         stored: dict[str, Tensor] = {name: tensors[name].to(torch.int32).contiguous() for name in ROW_INFO}
@@ -343,7 +344,7 @@ class StoreWriter:
         self._write_index()
 
     def finish(self) -> ActivationStore:
-        """Open what was written."""
+        """Mark the recording finished, and open it."""
         if not self.index.finished:
             self.index.finished = True
             self._write_index()
@@ -355,7 +356,7 @@ class StoreWriter:
 
 
 def describe_rows(documents: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[str, Tensor]:
-    """Return ``ROW_INFO`` of all tokens of some documents, in their order."""
+    """Build ``ROW_INFO`` for selected documents, in order."""
     lengths = torch.tensor([len(documents[number]) for number in numbers], dtype=torch.long)
     tokens = [token for number in numbers for token in documents[number]]
     return {
@@ -374,10 +375,10 @@ def write_tensors(
     about: str = "tensors",
     rows_per_shard: int = ROWS_PER_FILE,
 ) -> ActivationStore:
-    """Store given rows: by site ``[n, d]``, or two of them (base, post).
+    """Store given rows: ``[n, d]`` per site, or a (base, post) pair.
 
-    ``documents``: token ids, of which all together are the n rows (None: one document whose ids are 0). ``about``
-    stands in the index for a model's name. ``UsageError``: the numbers of rows differ.
+    ``documents``: token ids, n in total (None: one document with all ids 0). ``about`` replaces the model name in the
+    index. ``UsageError``: row counts differ.
     """
     of_sites: dict[str, list[Tensor]] = {}
     for site, tensors in sites.items():
@@ -392,7 +393,7 @@ def write_tensors(
     num_rows = sum(map(len, texts))
     for own in of_sites.values():
         if not own or len(own) != len(first) or any(len(x) != num_rows for x in own):
-            raise UsageError("every site needs as many rows as there are tokens, and all sites the same sources")
+            raise UsageError("every site needs one row per token, and the same sources at all sites")
     sources = [RecordedModel(name=name, model=about) for name in choose_source_names(len(first))]
     widths = {site: own[0].shape[1] for site, own in of_sites.items()}
     index = StoreIndex(widths=widths, sources=sources, dtype=dtype, data={"source": about})
@@ -408,21 +409,21 @@ def write_tensors(
 
 
 def choose_source_names(num_models: int) -> tuple[str, ...]:
-    """Return what the sources of a recording of one model or of two are called."""
+    """Choose source names for one or two recorded models."""
     if num_models == 1:
         return ("model",)
     return ("base", "post")
 
 
 def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
-    """Write a store as ``<site>@<source>-00000.pt`` and ``tokens-``, ``document-``, ``position-00000.pt``.
+    """Export a store as ``<site>@<source>-00000.pt`` and ``tokens-``, ``document-``, ``position-00000.pt``.
 
-    Files of the same number hold the same rows (``ROWS_PER_FILE``, the last one fewer), one tensor each.
+    Files with the same number contain the same rows (``ROWS_PER_FILE`` each, fewer in the last), one tensor per file.
     ``UsageError``: the folder is not empty.
     """
     place = Path(folder)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UsageError(f"{place} is not empty; give another folder")
+        raise UsageError(f"{place} is not empty; give a different folder")
     written: list[Path] = []
     with storage_errors(".pt files", place):
         place.mkdir(parents=True, exist_ok=True)
@@ -440,10 +441,11 @@ def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
 
 
 def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore:
-    """Store the rows of ``.pt`` files with one tensor ``[rows, d]`` each, in the order of their names.
+    """Import rows from ``.pt`` files, each with one tensor ``[rows, d]``, sorted by file name.
 
-    Files of ``export_pt`` keep sources and tokens, with positions counted anew; other files (``*.pt``) become one
-    document without tokens. bfloat16 stays, all else becomes float32. ``DataError``: a file holds something else.
+    Files from ``export_pt`` keep sources and tokens, but positions are renumbered; any other ``*.pt`` files become
+    one document without tokens. bfloat16 is kept if used throughout, else float32. ``DataError``: unexpected file
+    contents.
     """
     layer_of(site)
     place = Path(folder)
@@ -456,7 +458,7 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
     if not widths:
         raise DataError(place, "no .pt files in this folder")
     if len(widths) > 1:
-        raise DataError(place, f"the files hold rows of different widths: {sorted(widths)}")
+        raise DataError(place, f"files contain rows with different widths: {sorted(widths)}")
     documents = None
     if sources:
         tokens = _read_pt(place, "tokens-*.pt", 1)
@@ -477,12 +479,12 @@ def _read_pt(folder: Path, pattern: str, num_dimensions: int) -> list[Tensor]:
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise DataError(file, f"this .pt file cannot be read as a plain tensor ({first_line(error)})") from error
+            raise DataError(file, f"cannot be read as a plain tensor ({first_line(error)})") from error
         if not isinstance(loaded, Tensor):
             what = type(loaded).__name__
-            raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got {what}")
+            raise DataError(file, f"expected a tensor with {num_dimensions} dimensions; got {what}")
         if loaded.dim() != num_dimensions:
             shape = list(loaded.shape)
-            raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got shape {shape}")
+            raise DataError(file, f"expected a tensor with {num_dimensions} dimensions; got shape {shape}")
         tensors.append(loaded)
     return tensors

@@ -1,8 +1,9 @@
-"""The residual stream of a transformer, read and changed after a layer: ``resid.20``.
+"""Read and modify the residual stream after a transformer layer: ``resid.20``.
 
-``resid.L`` (L = 1 .. num_layers) is the output of the block with index L − 1, ``hidden_states[L]`` in transformers; the
-last one is read before the final norm. Nothing above the last site is computed: no logits, no key-value cache. Rows are
-padded on the right without a mask: attention is causal, so no token sees padding, and SDPA needs no matrix of scores.
+``resid.L`` (L = 1 .. num_layers) is the output of block index L − 1, ``hidden_states[L]`` in transformers; the final
+layer is read before the final norm. Computation stops after the last requested site: logits and key-value cache are
+never computed. Rows are right-padded without a mask: causal attention never sees the padding, and SDPA avoids a score
+matrix.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
 
 
 def layer_of(site: str) -> int:
-    """Return the layer L that ``resid.L`` names."""
+    """Parse L from ``resid.L``."""
     match = _SITE.fullmatch(site)
     if match is None:
         raise UsageError(
-            f"{site!r} is no site: give the residual stream after a layer, such as resid.20 (layers count from 1)"
+            f"{site!r} is not a site: give the residual stream after a layer, such as resid.20 (layers count from 1)"
         )
     return int(match[1])
 
 
 def backbone_of(model: Model) -> Model:
-    """Return the transformer without its LM head: of a causal LM, a peft model around one, or a backbone itself."""
+    """Extract the transformer without LM head from a causal LM, peft model or backbone."""
     plain = causal_lm(model)
     if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None:
         return decoder_of(plain)
@@ -51,17 +52,17 @@ def backbone_of(model: Model) -> Model:
 
 
 def blocks_of(backbone: Model) -> nn.ModuleList:
-    """Return the blocks of a backbone in order; ``UsageError``: it keeps them in a way that is not known here."""
+    """List a backbone's blocks in order; ``UsageError``: unknown structure."""
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     expected = backbone.config.get_text_config().num_hidden_layers
     candidates = [child for child in lists if len(child) == expected] or lists
     if len(candidates) != 1:
-        raise UsageError(f"{type(backbone).__name__}: no single list of {expected} blocks, so its layers are not known")
+        raise UsageError(f"{type(backbone).__name__}: no single list of {expected} blocks, so layers cannot be located")
     return candidates[0]
 
 
 def refuse_layers(sites: Sequence[str], num_layers: int, name: str) -> None:
-    """Refuse a site whose layer is above ``num_layers``."""
+    """Refuse sites above ``num_layers``."""
     for site in sites:
         if layer_of(site) > num_layers:
             raise UsageError(f"{site}: {name} has {num_layers} layers; give a layer from 1 to {num_layers}")
@@ -69,7 +70,7 @@ def refuse_layers(sites: Sequence[str], num_layers: int, name: str) -> None:
 
 @contextmanager
 def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Send, inside, what a site of the model holds through ``change`` ([batch, tokens, d] to the same shape)."""
+    """Apply ``change`` to a site's output within the context; it keeps the shape [batch, tokens, d]."""
     blocks = blocks_of(backbone_of(model))
     refuse_layers([site], len(blocks), "this model")
 
@@ -86,11 +87,11 @@ def replaced(model: Model, site: str, change: Callable[[Tensor], Tensor]) -> Ite
 
 
 class _Reached(Exception):
-    """Signal that all sites are computed, so that the layers above need not run."""
+    """Stop the forward pass once all sites are computed."""
 
 
 def read_sites(model: Model, sites: Sequence[str], **inputs: object) -> list[Tensor]:
-    """Run a model up to the last of the sites; return what each of them holds, ``[batch, tokens, d]``."""
+    """Run a model up to the last requested site; returns ``[batch, tokens, d]`` per site."""
     seen: dict[str, Tensor] = {}
 
     def keep(site: str, values: Tensor) -> Tensor:
@@ -108,10 +109,10 @@ def read_sites(model: Model, sites: Sequence[str], **inputs: object) -> list[Ten
 
 @torch.no_grad()
 def read_rows(model: Model, sites: Sequence[str], documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Return by site ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
+    """Compute ``[tokens, d]`` by site for all tokens, concatenated by document, on the CPU.
 
-    ``model``: a causal LM, a peft model around one, or a backbone; the rows have its dtype. ``documents``: token ids of
-    one batch; which documents share a batch matters by rounding alone.
+    ``model``: a causal LM, peft model or backbone; rows use its dtype. ``documents``: token ids of one batch; batch
+    composition affects only rounding.
     """
     tokens, lengths = pad(documents, device_of(model))
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -120,12 +121,12 @@ def read_rows(model: Model, sites: Sequence[str], documents: Sequence[Sequence[i
 
 
 def device_of(model: Model) -> torch.device:
-    """Return the device of a model's embeddings."""
+    """Look up the device holding a model's embeddings."""
     return torch.device(backbone_of(model).get_input_embeddings().weight.device)
 
 
 def pad(documents: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (tokens int64 [B, T] padded on the right, lengths [B])."""
+    """Pad to (tokens int64 [B, T], lengths [B]), padding on the right."""
     lengths = torch.tensor([len(ids) for ids in documents])
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in documents]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths.to(device)
@@ -135,7 +136,7 @@ _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.
 
 
 def read_model_config(name: str) -> PretrainedConfig:
-    """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
+    """Load a model's configuration without weights; adapters resolve to their base."""
     source = resolve_model_name(name)
     base = adapter_base(source)
     while base is not None:
@@ -146,14 +147,14 @@ def read_model_config(name: str) -> PretrainedConfig:
 
 
 def check_layers(name: str, sites: Sequence[str]) -> None:
-    """Refuse sites that a model has not, by its configuration alone."""
+    """Refuse sites beyond the model's layers, using only its configuration."""
     refuse_layers(sites, read_model_config(name).get_text_config().num_hidden_layers, name)
 
 
 def weights_hash(name: str) -> str:
-    """Return the SHA-256 of a model's weights, an adapter's base included; ``""`` where there are no files.
+    """Hash a model's weights with SHA-256, including an adapter's base; ``""`` if no files exist.
 
-    The manifest of a checkpoint has the digests; the files of other folders are read (about a second per GB).
+    Checkpoints provide digests in a manifest; otherwise files are read (about a second per GB).
     """
     source = resolve_model_name(name)
     try:
@@ -178,12 +179,12 @@ def weights_hash(name: str) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Hash a file with SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return a hash of a tokenizer's vocabulary, to know whether two models share their token ids."""
+    """Hash a tokenizer's vocabulary; equal hashes mean shared token ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""Comparison of two models by their activations: changed features, divergence, causal tests."""
+"""Compare two models through activations: changed features, divergence, causal tests."""

@@ -1,18 +1,19 @@
-"""The causal test: a model answers while some of its features are changed, at one site.
+"""Causal tests: generate answers while modifying selected features at one site.
 
-Three tests, of the features j of some set:
+Three tests for a feature set j:
 
-    given     the base answers, and its features are moved to where the post model has them:
+    given     base answers, with features moved to the post model's values:
               x + α·Σⱼ (fⱼ(x_post) − fⱼ(x))·dⱼ, where the post model reads along
-    returned  the post model answers, and its features are moved to where the base has them
-    scaled    the post model answers with gⱼ·fⱼ·dⱼ in place of fⱼ·dⱼ: 0 takes a feature away, 2 doubles it
+    returned  post answers, with features moved to the base model's values
+    scaled    post answers with gⱼ·fⱼ·dⱼ instead of fⱼ·dⱼ: 0 removes a feature, 2 doubles it
 
-The reconstruction error stays in place, so α = 0 or g = 1 is the model itself. The same is done to random features that
-fire about as often and as strongly: any damage to a model costs something, so only the difference between the two is
-evidence.
+The reconstruction error is unchanged, so α = 0 or g = 1 reproduces the original model. As a control, each test also
+modifies random features with similar rate and strength: any damage to a model lowers scores, so only the difference
+counts as evidence.
 
-Both models read the text that one of them writes, each with its own keys and values; at every token the other model
-(the source) computes its activation at the site first. Interventions are decoded together, as rows of one batch."""
+Both models process the generated text with separate key-value caches; at every position the source computes its
+activation before the writer. Interventions are batched and decoded together.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +39,22 @@ from posttrain.sampling.base import num_tokens_of
 from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.types import Completion, Example, Model, Rollout
 
-# [rows, d] to be added to the writer's activations, given the writer's and the source's at the same tokens.
+# Maps writer and source activations on the same tokens to [rows, d] added to the writer's.
 Added = Callable[[Tensor, Tensor], Tensor]
-COMPACT_EVERY = 4  # tokens between removals of the rows that have ended
+COMPACT_EVERY = 4  # tokens between removals of finished rows
 TESTS = {"given": ("base", "post"), "returned": ("post", "base"), "scaled": ("post", None)}  # writer, source
-# The factor with which a test does all that it does: features moved all the way, or taken away.
+# Factor for the complete intervention: features fully moved, or removed.
 WHOLE = {"given": 1.0, "returned": 1.0, "scaled": 0.0}
 
 
 @dataclass
 class _Rows:
-    """The batch being decoded: a row for each intervention and prompt, in that order; ended rows leave it."""
+    """Rows being decoded: one per intervention and prompt, in this order; finished rows are removed."""
 
     intervention: Tensor  # int64 [R]
-    number: Tensor  # int64 [R], the place of the row among all
-    tokens: Tensor  # int64 [R, T] to be read next
-    mask: Tensor  # int64 [R, so far], 0 where a prompt was padded on the left
+    number: Tensor  # int64 [R], original row index
+    tokens: Tensor  # int64 [R, T], next input
+    mask: Tensor  # int64 [R, so far], 0 at left padding
     ended: Tensor  # bool [R]
     caches: tuple[Cache, Cache] = field(default_factory=lambda: (DynamicCache(), DynamicCache()))  # writer, source
 
@@ -79,10 +80,10 @@ def write_with(
     stop_ids: frozenset[int],
     num_tokens: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return greedy completions of every prompt under every intervention: [intervention][prompt] -> ids.
+    """Generate greedy completions for every prompt and intervention: [intervention][prompt] -> ids.
 
-    Interventions see the activations of ``writer``, and of ``source`` (None: the writer's) over the same tokens, at the
-    site. ``stop_ids`` end a completion, and are returned with it; ids beyond ``num_tokens`` are not written.
+    Interventions receive site activations from ``writer`` and ``source`` (None: the writer's) on the same tokens.
+    ``stop_ids`` end a completion and are included; ids from ``num_tokens`` on are never generated.
     """
     rows = _start(prompts, len(interventions), device_of(writer))
     num_rows = len(interventions) * len(prompts)
@@ -124,7 +125,7 @@ def _start(prompts: Sequence[Sequence[int]], count: int, device: torch.device) -
 
 
 def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interventions: Sequence[Added]) -> Tensor:
-    """Read ``rows.tokens`` with both models; return the logits of the next token of each row [R, V]."""
+    """Run ``rows.tokens`` through both models; returns next-token logits [R, V]."""
     width = rows.tokens.shape[1]
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -width:]
     real = rows.mask[:, -width:].bool()
@@ -152,7 +153,7 @@ def _advance(writer: Model, source: Model | None, site: str, rows: _Rows, interv
 
 
 def _read_source(source: Model, site: str, read: dict[str, Any], cache: Cache, count: int) -> Tensor:
-    """Return the source's activations [R, tokens, d], float32; prompts, the same in every group, are read once."""
+    """Compute source activations [R, tokens, d], float32; prompts repeat across interventions and run only once."""
     if read["input_ids"].shape != read["attention_mask"].shape:
         (seen,) = read_sites(source, [site], **read, past_key_values=cache)
         return seen.float()
@@ -170,20 +171,20 @@ def _read_source(source: Model, site: str, read: dict[str, Any], cache: Cache, c
 
 @dataclass(frozen=True)
 class Subject(Sampler):
-    """A sampler whose model is at hand, to be changed while it answers."""
+    """A sampler exposing its model for modification during generation."""
 
     model: Model
     max_tokens: int
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Return the token ids of the examples' prompts."""
+        """Encode the examples' prompts."""
         template = self.grader.template
         return [encode_prompt(self.tokenizer, template, each.messages, each.variables) for each in examples]
 
     def answer(
         self, examples: Sequence[Example], samples: int, temperature: float, seed: int, purpose: str
     ) -> list[Rollout]:
-        """Return graded answers, those to one example together; a function of the model, the seed and the purpose."""
+        """Sample and grade answers, grouped by example; deterministic given model, seed and purpose."""
         sampling = self.sampling(self.max_tokens, temperature)
         request = RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
         groups, _ = collect(self, request)
@@ -191,7 +192,7 @@ class Subject(Sampler):
 
 
 def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
-    """Return α·Σⱼ (fⱼ(source) − fⱼ(x))·dⱼ; activations with a norm above ``limit`` in a model stay as they are."""
+    """Build the intervention α·Σⱼ (fⱼ(source) − fⱼ(x))·dⱼ; skips activations with a norm above ``limit``."""
     patch = feature_patch(sae, features)
 
     def added(x: Tensor, source: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def move_features(sae: SparseAutoencoder, features: Sequence[int], factor: float
 def scale_features(
     sae: SparseAutoencoder, features: Sequence[int], factor: float, limit: float = float("inf")
 ) -> Added:
-    """Return Σⱼ (g − 1)·fⱼ(x)·dⱼ; activations with a norm above ``limit`` stay as they are."""
+    """Build the intervention Σⱼ (g − 1)·fⱼ(x)·dⱼ; skips activations with a norm above ``limit``."""
     chosen = torch.tensor(list(features), dtype=torch.long, device=sae.b_dec.device)
 
     def added(x: Tensor, _: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def scale_features(
 
 
 class CausalTrial:
-    """A writer, a source that reads along (or none), and fixed examples that greedy answers are measured on."""
+    """A writer, an optional source, and fixed examples for measuring greedy answers."""
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class CausalTrial:
         self.prompts = writer.prompts(examples)
 
     def outcomes(self, interventions: Sequence[Added]) -> list[float]:
-        """Return for each intervention the mean reward, or the share of right answers."""
+        """Measure mean reward, or accuracy, per intervention."""
         source = None
         if self.source is not None:
             source = self.source.model
@@ -262,7 +263,7 @@ class CausalTrial:
         return means
 
     def _attempts(self, completions: Sequence[Sequence[int]]) -> list[Attempt]:
-        """Return the completion of each example, ready to be graded."""
+        """Convert completions to attempts for grading."""
         tokenizer = self.writer.tokenizer
         template = self.writer.grader.template
         stops = stop_ids(tokenizer, template)
@@ -284,11 +285,11 @@ def try_factors(
     matched: Sequence[Sequence[int]],
     plan: Sequence[tuple[int, float]],
 ) -> list[dict[str, Any]]:
-    """Return the effect of every (number of features, factor) of the plan, with one dictionary, decoded together.
+    """Measure each (number of features, factor) in the plan for one dictionary; all are decoded together.
 
-    By name: ``features`` (their number), ``dose`` (the factor), the outcomes of the ``changed`` ones (``ranked``, the
-    most changed first) and of each set of rate-matched ``random`` ones (entry i ``matched`` to ``ranked[i]``), and the
-    ``difference``: changed less the mean of the random ones.
+    Per point: ``features`` (count), ``dose`` (factor), outcomes for ``changed`` features (``ranked``, most changed
+    first) and for each ``random`` set (entry i is rate-``matched`` to ``ranked[i]``), and ``difference``: changed
+    minus average random outcome.
     """
     sets = (ranked, *matched)
     interventions = []
@@ -313,7 +314,7 @@ def try_factors(
 
 
 def judge_differences(differences: Sequence[float]) -> dict[str, object]:
-    """Return the mean of differences, one per seed, with its 95 % Student-t interval, and whether that excludes 0."""
+    """Average differences over seeds, with a 95 % Student-t interval, and check if it excludes 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
     separates = None
@@ -338,10 +339,10 @@ def measure_causes(
     limit: float,
     observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure base and post model unchanged, with everything of the other, and with changed features moved or scaled.
+    """Measure base and post unmodified, with full activations swapped, and with changed features moved or scaled.
 
-    For each test and seed a list of points (``try_factors``); ``verdicts``: the differences over seeds, by test and
-    point (``given 16 at 1``), and of the slopes over factors.
+    Gives points (``try_factors``) per test and seed; ``verdicts``: differences over seeds, by test and point
+    (``given 16 at 1``), plus slopes over factors.
     """
     settings = changes.causal
     assert settings is not None
@@ -373,8 +374,8 @@ def measure_causes(
         count = min(settings.features, len(ranked))
         point = next(p for p in points["given"][-1] if p["dose"] == 1.0 and p["features"] == count)
         observe(
-            f"causal test, seed {seed}: {settings.measure} of the base {unchanged['base']:.3f}, given "
-            f"{point['features']} changed features {point['changed']:.3f}, random ones {fmean(point['random']):.3f}"
+            f"causal test, seed {seed}: base {settings.measure} {unchanged['base']:.3f}; with "
+            f"{point['features']} changed features {point['changed']:.3f}, random features {fmean(point['random']):.3f}"
         )
     return {
         "measure": settings.measure,
@@ -388,7 +389,7 @@ def measure_causes(
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
-    """Return (features, factor) of a test: the whole factor for every count, and every factor for ``features``."""
+    """List a test's (features, factor) points: every count at the complete factor, and ``features`` at every factor."""
     whole = WHOLE[test]
     points = {(count, whole) for count in settings.counts}
     points.add((settings.features, whole))
@@ -403,7 +404,7 @@ def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
 
 
 def _verdicts(points: Mapping[str, list[list[dict[str, Any]]]], features: int) -> dict[str, dict[str, object]]:
-    """Judge over the seeds the difference at every point of a test, and its slope over the factors of ``features``."""
+    """Judge each point's difference over seeds, and the slope over factors at ``features`` features."""
     verdicts = {}
     for test, of_seeds in points.items():
         first = of_seeds[0]

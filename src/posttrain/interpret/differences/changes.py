@@ -1,14 +1,14 @@
-"""Changes of features between two models that read the same tokens: in firing rate and in mean activation.
+"""Feature changes between two models on the same tokens: firing rate and mean activation.
 
-Tokens of one document depend on each other, so documents are the units of chance. With bᵢ and pᵢ a feature's sum over
-document i in the base and in the post model, nᵢ the document's tokens, and capitals for sums over the D documents, the
-change δ = (P − B)/N and the ratio P/B have the variances
+Tokens within a document are dependent, so documents are the sampling units. Let bᵢ and pᵢ be a feature's sums over
+document i in the base and post model, nᵢ the document's tokens, and capitals the sums over D documents. The change
+δ = (P − B)/N and the ratio P/B have variances
 
     Var δ = D/(D−1) · Σ (pᵢ − bᵢ − δ nᵢ)² / N²         Var log(P/B) = D/(D−1) · Σ (pᵢ/P − bᵢ/B)²
 
-of ratio estimators by linearization (Cochran 1977, "Sampling Techniques", 6.3 and 6.4). The hypothesis δ = 0 is tested
-with Student's t whose degrees of freedom are those of the documents that the feature fires in, not of all. Over all
-features and both measures Holm's rule (1979) keeps the chance of a single false finding at 5 %.
+from linearized ratio estimators (Cochran 1977, "Sampling Techniques", 6.3 and 6.4). The hypothesis δ = 0 is tested
+with Student's t; degrees of freedom count only documents where the feature fires. Holm's method (1979), applied across
+features and both measures, keeps the family-wise error rate at 5 %.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.randomness import generator
 
 MEASURES = ("rate", "mean")
-MIN_DOCUMENTS = 12  # a feature of fewer documents is not tested
-MIN_CHANGE = 0.2  # a smaller change, however sure, does not count
+MIN_DOCUMENTS = 12  # features firing in fewer documents are not tested
+MIN_CHANGE = 0.2  # smaller changes never count, even if significant
 ALPHA = 0.05
 CHUNK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Numbers of every feature, float64 [2, F] by measure (``rate``: share of tokens; ``mean`` activation).
+    """Per-feature statistics, float64 [2, F], by measure (``rate``: fraction of tokens; ``mean`` activation).
 
-    ``change`` = post − base with its standard ``error``; ``ratio`` post/base with its 95 % interval ``low`` to
-    ``high`` (inf or nan where the base has none). ``p``: two-sided, 1 where the feature is not tested; ``adjusted``
-    by Holm's rule. bool [F]: ``tested``, ``significant`` (an adjusted p below 5 %) and ``changed`` (significant in a
-    measure in which it also changed by more than 20 %). ``documents`` [F]: in how many it fires.
-    ``moved`` [F]: the root mean square, over tokens, of how far its activation moved.
+    ``change`` = post − base with standard ``error``; ``ratio`` post/base with 95 % interval ``low`` to ``high`` (inf
+    or nan if the base never fires). ``p``: two-sided, 1 if untested; ``adjusted`` by Holm's method. bool [F]:
+    ``tested``, ``significant`` (adjusted p below 5 %) and ``changed`` (for some measure both significant and larger
+    than ``min_change``, 20 % by default). ``documents`` [F]: number of documents where it fires. ``moved`` [F]: RMS
+    change in activation over tokens; for unpaired documents, the absolute change in mean activation.
     """
 
     base: Tensor
@@ -65,15 +65,15 @@ class Changes:
         return int(self.changed.sum())
 
     def ranking(self) -> Tensor:
-        """Return features by how far their activations moved, those that count as changed first: int64 [F]."""
+        """Rank features by ``moved``, with ``changed`` features first: int64 [F]."""
         size = self.moved
         return torch.argsort(size + self.changed * (size.max() + 1.0), descending=True, stable=True)
 
 
 def sum_by_document(features: Tensor, documents: Tensor) -> Tensor:
-    """Return float64 [2, D, F] on the CPU: rows on which a feature fires in a document, and its sum of activations.
+    """Sum per document on the CPU, float64 [2, D, F]: rows where a feature fires, and activations.
 
-    ``features`` [n, F] are of whole documents; ``documents`` int64 [n]: the document of each row.
+    ``features`` [n, F] must cover whole documents; ``documents`` int64 [n]: each row's document.
     """
     place = documents.unique(return_inverse=True)[1].to(features.device)
     num_documents = int(place.max()) + 1
@@ -93,10 +93,10 @@ def paired_changes(
     min_documents: int = MIN_DOCUMENTS,
     min_change: float = MIN_CHANGE,
 ) -> Changes:
-    """Return the changes between two models on the same documents.
+    """Compute changes between two models on the same documents.
 
-    ``base``, ``post``: ``sum_by_document`` of both. ``sizes`` [D]: tokens of each document. ``moved`` float64 [F]:
-    Σ (post − base)² over tokens.
+    ``base``, ``post``: from ``sum_by_document``. ``sizes`` [D]: document lengths. ``moved`` float64 [F]: Σ (post −
+    base)² over tokens.
     """
     n = sizes.double().sum()
     factor = len(sizes) / max(1, len(sizes) - 1)
@@ -126,9 +126,9 @@ def unpaired_changes(
     min_documents: int = MIN_DOCUMENTS,
     min_change: float = MIN_CHANGE,
 ) -> Changes:
-    """Return the same between different documents: (``sum_by_document``, tokens of each) of both sides."""
+    """Compute changes on different documents: (``sum_by_document``, document lengths) for each model."""
     means = []
-    variances = []  # of the means
+    variances = []  # for the averages
     log_variances = []
     counts = []
     for sums, sizes in (base, post):
@@ -150,7 +150,7 @@ def unpaired_changes(
 
 
 def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
-    """Return P(|T| > |t|) of Student's t, entry by entry, float64; ``freedom`` has the shape of ``t``."""
+    """Compute P(|T| > |t|) for Student's t, elementwise, float64; ``freedom`` is shaped like ``t``."""
     tail = student_t_tail(t.numpy(), freedom.clamp_min(1).numpy())
     return torch.from_numpy(tail)
 
@@ -168,7 +168,7 @@ def _judge(
     change = post - base
     ratio = post / base
     tested = seen >= min_documents
-    # a change without any spread over documents is rounding or nothing; it is never a finding
+    # zero spread over documents means rounding noise or no change; never significant
     t = torch.where(error > 0, change / error.clamp_min(1e-300), torch.zeros_like(change))
     p = torch.ones_like(change)
     adjusted = torch.ones_like(change)
@@ -205,11 +205,11 @@ def _judge(
 def match_rates(
     chosen: Sequence[int], rates: Tensor, sizes: Tensor, forbidden: Tensor, draws: Sequence[float]
 ) -> list[int]:
-    """Return for each chosen feature another one that fires about as often and as strongly, none twice.
+    """Match each chosen feature with a different one of similar rate and strength, without duplicates.
 
-    There are fewer where no more are left. ``rates``, ``sizes`` [F]: shares of tokens, and mean activations where
-    active. Chosen, ``forbidden`` (bool [F]) and silent features are not taken. ``draws``: for each a number in [0, 1)
-    that chooses one of the 8 nearest.
+    Returns fewer if none remain. ``rates``, ``sizes`` [F]: fraction of active tokens, and average activation when
+    active. Chosen, ``forbidden`` (bool [F]) and silent features are excluded. ``draws``: numbers in [0, 1), each
+    choosing among the 8 nearest.
     """
     free = (rates > 0) & ~forbidden
     free[list(chosen)] = False
@@ -229,26 +229,26 @@ def match_rates(
 
 
 def random_features(changes: Changes, ranked: Sequence[int], seed: int, draw: int) -> list[int]:
-    """Return features that did not change, one for each of ``ranked``, that fire about as often and as strongly."""
+    """Draw an unchanged feature for every entry in ``ranked``, matched by rate and strength."""
     rates, means = changes.post
     sizes = torch.where(rates > 0, means / rates.clamp_min(1e-12), torch.zeros_like(rates))
     uniform = generator(seed, "what changed: random features", draw).random(len(ranked)).tolist()
     forbidden = changes.changed
     num_free = int((~forbidden & (rates > 0)).sum())
-    if num_free < len(ranked):  # nearly everything changed: then any other will do
+    if num_free < len(ranked):  # too few unchanged: allow any feature
         forbidden = torch.zeros_like(forbidden)
     return match_rates(ranked, rates, sizes, forbidden, uniform)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Two models through one dictionary of the base.
+    """Feature changes between two models, measured with one base dictionary.
 
-    ``nulls``: the same measurement where nothing can have changed, by name: ``itself`` (the base twice), ``swapped``
-    (base and post exchanged in a random half of the documents), ``halves`` (the base on two halves of the documents).
-    ``energy`` [F]: Σf² in the base. ``amplification`` [F]: by latent scaling (Minder et al. 2025), the factor by which
-    the post model has a feature's direction where the base has the feature; nan where it never fires. ``quality``: FVU,
-    L0 and silent share by model on held-out documents.
+    ``nulls``: comparisons without true changes: ``itself`` (base twice), ``swapped`` (base and post exchanged in a
+    random half of documents), ``halves`` (base on two halves). ``energy`` [F]: Σf² in the base. ``amplification``
+    [F]: latent scaling ratio β_post / β_base (Minder et al. 2025), comparing how strongly both models use a feature's
+    direction where it fires in the base; nan if it never fires. ``quality``: FVU, L0, silent and dense fractions by
+    model on held-out documents.
     """
 
     changes: Changes
@@ -259,10 +259,10 @@ class Seen:
 
 
 def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums for latent scaling over tokens: Σf² [F], and Σ f·⟨d, y⟩ + Σf²·‖d‖² [F], float64.
+    """Sum latent-scaling terms over tokens: Σf² [F], and Σ f·⟨d, y⟩ + Σf²·‖d‖² [F], float64.
 
-    The second over Σf²·‖d‖² is β, the factor with which f·d explains best the activations whose reconstruction error,
-    with features f [n, F] and directions d [F, width] of the base, is y [n, width].
+    Dividing the second by Σf²·‖d‖² gives β, the least-squares factor for explaining activations by f·d. Inputs: base
+    features f [n, F], directions d [F, width], and reconstruction errors y [n, width].
     """
     energy = features.double().square().sum(0)
     products = (features * (errors @ directions.T)).sum(0, dtype=torch.float64)
@@ -281,14 +281,14 @@ def see_changes(
     min_documents: int = MIN_DOCUMENTS,
     min_change: float = MIN_CHANGE,
 ) -> Seen:
-    """Measure the changes of one dictionary's features in a paired store, in one pass."""
+    """Measure one dictionary's feature changes on a paired store, in a single pass."""
     device = sae.b_dec.device
     directions = sae.W_dec.detach()
     base_rows = StoreRows(store, site, "base")
     post_rows = StoreRows(store, site, "post")
     documents = store.documents(torch.arange(store.num_rows))
     numbers, sizes = documents.unique(return_counts=True)
-    sums: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])  # of the base, the post model, the base again
+    sums: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])  # base, post, base again
     moved = torch.zeros(sae.features, dtype=torch.float64)
     energy = torch.zeros(sae.features, dtype=torch.float64)
     present = torch.zeros((2, sae.features), dtype=torch.float64)

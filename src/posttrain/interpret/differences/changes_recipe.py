@@ -1,4 +1,4 @@
-"""A recipe that compares two models. Its section is ``changes``. No torch."""
+"""Recipe for comparing two models, with section ``changes``. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from posttrain.recipes.document import Content, Document, complete_component
 from posttrain.recipes.sections import Component, Section
 
 SECTION = "changes"
-# As few features a token as two seeds still agree on (docs/how-to/sparse-autoencoders.md).
+# Few features per token, so that different seeds agree (docs/how-to/sparse-autoencoders.md).
 _DICTIONARY: dict[str, object] = {"name": "batchtopk", "k": 4, "expansion": 3.0}
 _TRAIN: dict[str, object] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
 
 
 class Compared(Section):
-    """One of the two models: the ``name`` of a model or a run, or a training ``recipe``.
+    """A model to compare: ``name`` (model or run), or a training ``recipe``.
 
-    A recipe without a finished run is trained first; that of ``post`` starts from the base.
+    A recipe without a finished run is trained first; for ``post``, training starts from the base.
     """
 
     name: str | None = None
@@ -38,23 +38,23 @@ class Compared(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.name is None) == (self.recipe is None):
-            raise ValueError("give either the 'name' of a model or a run, or a training 'recipe'")
+            raise ValueError("give either 'name' (model or run), or a training 'recipe'")
         return self
 
 
 class PatchingSection(Section):
-    """Patching the base: on how many ``documents``, with which ``counts`` of features."""
+    """Patching the base: number of ``documents``, and feature ``counts`` to patch."""
 
     documents: int = Field(default=64, ge=1)
     counts: list[int] = Field(default=[1, 2, 4, 8, 16, 32, 64, 128])
 
 
 class CausalSection(Section):
-    """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
+    """Causal test: greedy answers to ``prompts`` unrecorded prompts, with features moved or scaled.
 
-    ``measure``: the reward, or the share of right answers. ``counts``: numbers of the most changed features that are
-    moved all the way, or taken away. ``features``: the number that is moved by each of the ``steering_factors`` (1: all
-    the way) and multiplied by each of the ``factors``. ``draws``: sets of random features.
+    ``measure``: reward or accuracy. ``counts``: how many of the most changed features are fully moved or removed.
+    ``features``: number moved by each factor in ``steering_factors`` (1: fully), and multiplied by each in
+    ``factors``. ``draws``: number of random feature sets.
     """
 
     measure: Literal["reward", "accuracy"] = "reward"
@@ -67,14 +67,14 @@ class CausalSection(Section):
 
 
 class ChangesSection(Section):
-    """The comparison.
+    """Comparison settings.
 
-    ``site``: such as ``resid.2``; by default the middle of the model. ``prompts`` of the task are answered ``samples``
-    times ``by`` one of the models, at ``temperature``, and both models read prompts and answers. ``seeds``:
-    dictionaries of the base. ``held_out``: share of the rows that they do not learn from. A feature counts as changed
-    if it fires in ``min_documents`` documents, the change is significant, and larger than ``min_change``.
-    ``kl_documents``: the number on which KL is measured token by token. ``show``: the number of features shown with
-    contexts. ``patching``, ``causal``: null leaves them out.
+    ``site``: such as ``resid.2``; defaults to the middle layer. ``samples`` answers to each of ``prompts`` task
+    prompts are generated ``by`` base or post at ``temperature``, and read through both models. ``seeds``: number of
+    base dictionaries. ``held_out``: fraction of rows excluded from their training. A feature counts as changed if it
+    fires in ``min_documents`` documents, and the change is significant and larger than ``min_change``.
+    ``kl_documents``: number of documents for per-token KL. ``show``: number of features shown with contexts.
+    ``patching``, ``causal``: null skips them.
     """
 
     site: str | None = None
@@ -100,7 +100,7 @@ class ChangesSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: object) -> object:
-        """Let options of the training, and of a dictionary without a name, change single defaults."""
+        """Merge partial training and dictionary options with defaults, unless a dictionary name is given."""
         if not isinstance(value, Mapping):
             return value
         filled = dict(value)
@@ -114,8 +114,9 @@ class ChangesSection(Section):
 
 
 class DiffRecipe(Content):
-    """Two models compared. ``task``: the prompts (default: the post run's task, its test split); ``template``: their
-    form (default: the post run's)."""
+    """Comparison of ``base`` and ``post``. ``task``: prompts (default: the post run's task, test split);
+    ``template``: default is the post run's.
+    """
 
     label = "a recipe of a comparison"
 
@@ -127,7 +128,7 @@ class DiffRecipe(Content):
     changes: ChangesSection = Field(default_factory=ChangesSection)
 
     def resolve(self) -> DiffRecipe:
-        """Return the recipe with the options of every component checked and their defaults filled in."""
+        """Validate component options and fill in defaults."""
         resolved = self.model_copy(deep=True)
         resolved.changes.dictionary = complete_component(
             resolved.changes.dictionary, "dictionary", "changes.dictionary"
@@ -140,14 +141,14 @@ class DiffRecipe(Content):
 
 
 def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]] = ()) -> DiffRecipe:
-    """Return the recipe of a name or file, or of the names of two models."""
+    """Load a comparison recipe by name or path, or build one from two model names."""
     if len(models) == 2:
         document = Document(DiffRecipe, {"base": {"name": models[0]}, "post": {"name": models[1]}}, "command line")
     else:
         document = Document.load(DiffRecipe, models[0]).extend()
         if SECTION not in document.content:
             raise RecipeError(
-                f"{document.place}: this compares no models (it has no section {SECTION!r}). Give BASE and POST, or a "
+                f"{document.place}: not a comparison recipe (section {SECTION!r} is missing). Give BASE and POST, or a "
                 "recipe such as tiny/what-did-rl-change"
             )
     return document.override(overrides).check()

@@ -1,7 +1,7 @@
-"""Two models compared from the inside: what both read, what changed, where they disagree, what the changes do.
+"""Compare two models internally: shared inputs, feature changes, divergence, causal effects.
 
-Every part gives plain data for ``diff.json``, from which the report is drawn. Both read prompts, with answers that one
-of them has sampled.
+Each part adds plain data to ``diff.json``, used to render the report. Both models read prompts with answers sampled
+from one model.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Observe = Callable[[str], object]
 RECIPE = "changes.yaml"
 RESULTS = "diff.json"
 SIDES = ("base", "post")
-LEAST_KL = 1e-9  # nats a token below which two models predict the same but for rounding
+LEAST_KL = 1e-9  # nats per token; smaller values are rounding noise
 
 
 @dataclass
 class ModelComparison:
-    """A comparison in progress; ``report`` becomes ``diff.json``. ``recipe`` has task, template and site."""
+    """Comparison state; ``report`` becomes ``diff.json``. ``recipe`` includes task, template and site."""
 
     recipe: DiffRecipe
     site: str
@@ -72,7 +72,7 @@ class ModelComparison:
         return self.recipe.changes
 
     def subject(self, name: str) -> Subject:
-        """Load a model (``base``, ``post``) ready to answer; both have the template and grader of the post model."""
+        """Load a model (``base``, ``post``) for sampling; both use the post model's template and grader."""
         if name not in self.subjects:
             model = open_model(self.sources[name], self.recipe.template)
             max_tokens = self.changes.max_tokens or self.sources["post"].max_tokens
@@ -100,11 +100,11 @@ def prepare_comparison(
     *,
     allow_large: bool = False,
 ) -> ModelComparison:
-    """Fill in the task, template and site that a recipe leaves to the post run; nothing is written yet.
+    """Resolve task, template and site from recipe or post run, without writing files.
 
     Raises:
-        UsageError: no such model, a reward model, or a layer that a model does not have.
-        RunConflict: the folder holds something else, or another comparison.
+        UsageError: no such model, a reward model, or a layer beyond the model's depth.
+        RunConflict: the folder contains something else, or a different comparison.
     """
     sources = {"base": base, "post": post}
     layers = 0
@@ -137,21 +137,21 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
         now = flatten(recipe.dump())
         changed = sorted(key for key in {**stored, **now} if stored.get(key) != now.get(key))
         if changed:
-            shown = [f"{key} ({stored.get(key)!r} there, {now.get(key)!r} now)" for key in changed[:3]]
+            shown = [f"{key} (stored {stored.get(key)!r}, requested {now.get(key)!r})" for key in changed[:3]]
             raise RunConflict(
-                f"{folder}: this comparison was made by another recipe; it differs in {', '.join(shown)}. Nothing was "
-                "changed; choose another name with --run NAME"
+                f"{folder}: stored comparison used different settings: {', '.join(shown)}. No files were "
+                "changed; choose another name: --run NAME"
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
+        raise RunConflict(f"{folder} contains something else. No files were changed; choose another name: --run NAME")
 
 
 def compare_models(work: ModelComparison, about: Mapping[str, object], started: float) -> dict[str, object]:
-    """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
+    """Run unfinished parts, write ``diff.json`` starting with ``about``, and return its content."""
     changes = work.changes
     report = work.report
     answered, tested = split_examples(work.task, changes)
-    with work.timed("answers", f"{len(answered)} prompts are answered {changes.samples} times by {changes.by}"):
+    with work.timed("answers", f"sampling {changes.samples} answers to {len(answered)} prompts from {changes.by}"):
         answers = _answer(work, answered)
     documents = Documents(
         data={"source": "answers", "task": work.task.name, "split": work.task.split, "by": changes.by}
@@ -159,24 +159,24 @@ def compare_models(work: ModelComparison, about: Mapping[str, object], started: 
     for rollout in answers:
         documents.ids.append([*rollout.prompt_ids, *rollout.completion.ids])
         documents.prompt_lengths.append(len(rollout.prompt_ids))
-    with work.timed("recording", f"both models read {documents.num_tokens:,} tokens"):
+    with work.timed("recording", f"recording activations on {documents.num_tokens:,} tokens"):
         store = _record(work, documents)
     rows = StoreRows(store, work.site, "base")
     num_held_out = max(1, round(store.num_rows * changes.held_out))
     start = first_held_out(rows, num_held_out, 2)
-    with work.timed("dictionaries", "dictionaries of the base are trained"):
+    with work.timed("dictionaries", "training base dictionaries"):
         seeds = range(changes.seeds)
         saes = [_fitted(work, f"seed-{seed}", rows, start, changes.seed + seed) for seed in seeds]
         frozen = _fitted(work, "frozen", rows, start, changes.seed, frozen=True)
-    with work.timed("changes", "changes of every feature are measured"):
+    with work.timed("changes", "measuring feature changes"):
         seen = [_see(work, store, sae, start, changes.seed + seed) for seed, sae in zip(seeds, saes, strict=True)]
         of_frozen = _see(work, store, frozen, start, changes.seed)
         _describe_changes(work, store, saes, seen)
         report["frozen"] = describe_seen(of_frozen, frozen)
-    with work.timed("divergence", "KL is measured token by token, and patched"):
+    with work.timed("divergence", "measuring per-token KL and patching"):
         _diverge(work, store, documents, saes, seen, (frozen, of_frozen))
     if changes.causal is not None:
-        with work.timed("causal", "causal test: the models answer with features taken away or amplified"):
+        with work.timed("causal", "causal test: sampling answers with features removed or amplified"):
             subjects = {name: work.subject(name) for name in SIDES}
             limit = store.limit(work.site, "post")
             report["causal"] = measure_causes(subjects, work.site, tested, changes, saes, seen, limit, work.observe)
@@ -189,14 +189,14 @@ def compare_models(work: ModelComparison, about: Mapping[str, object], started: 
 
 
 def _answer(work: ModelComparison, examples: Sequence[Example]) -> list[Rollout]:
-    """Sample the answers that both models will read."""
+    """Sample answers for both models to read."""
     changes = work.changes
     purpose = f"what changed: answers of {changes.by}"
     return work.subject(changes.by).answer(examples, changes.samples, changes.temperature, changes.seed, purpose)
 
 
 def _see(work: ModelComparison, store: ActivationStore, sae: SparseAutoencoder, held_out_start: int, seed: int) -> Seen:
-    """Measure the changes of one dictionary's features."""
+    """Measure one dictionary's feature changes."""
     return see_changes(
         store,
         work.site,
@@ -209,7 +209,7 @@ def _see(work: ModelComparison, store: ActivationStore, sae: SparseAutoencoder, 
 
 
 def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], list[Example]]:
-    """Return (those whose answers are recorded, those of the causal test): different ones, drawn by the seed."""
+    """Draw disjoint examples by seed: (examples for recording, examples for causal tests)."""
     tested = 0
     if changes.causal is not None:
         tested = changes.causal.prompts
@@ -217,8 +217,8 @@ def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], 
     size = len(task.examples)
     if wanted > size:
         raise UsageError(
-            f"changes.prompts {changes.prompts} and changes.causal.prompts {tested} are {wanted}, but {task.name}/"
-            f"{task.split} has {size} examples; set them lower"
+            f"changes.prompts {changes.prompts} + changes.causal.prompts {tested} = {wanted}, but {task.name}/"
+            f"{task.split} has only {size} examples; lower them"
         )
     order = permutation(changes.seed, "what changed: examples", 0, size)[:wanted]
     examples = [task.examples[int(i)] for i in order]
@@ -226,7 +226,7 @@ def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], 
 
 
 def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, object]:
-    """Count the answers, and measure their length and reward."""
+    """Summarize answers: count, length, reward and accuracy."""
     rewards = [r.reward for r in rollouts]
     answer_tokens = documents.num_tokens - sum(documents.prompt_lengths)
     num_correct = sum(r.parts.get("correct", 0.0) == 1.0 for r in rollouts)
@@ -282,7 +282,7 @@ def _record(work: ModelComparison, documents: Documents) -> ActivationStore:
 def _fitted(
     work: ModelComparison, name: str, rows: StoreRows, start: int, seed: int, *, frozen: bool = False
 ) -> SparseAutoencoder:
-    """Return the dictionary of that name in the folder, trained if it is not there."""
+    """Load a dictionary by name, training it if missing."""
     place = work.folder / "dictionaries" / name
     component = work.changes.dictionary
     settings = work.changes.train
@@ -299,7 +299,7 @@ def _fitted(
 def _describe_changes(
     work: ModelComparison, store: ActivationStore, saes: list[SparseAutoencoder], seen: list[Seen]
 ) -> None:
-    """Report changes by every dictionary, how the seeds agree, the features of the first, and the mean difference."""
+    """Report changes per dictionary, agreement between seeds, top features, and the average difference."""
     report = work.report
     post = work.subject("post")
     report["dictionaries"] = [describe_seen(view, own) for view, own in zip(seen, saes, strict=True)]
@@ -334,7 +334,7 @@ def _diverge(
     if changes.patching is None:
         return
     if kl["per_token"] < LEAST_KL:
-        work.observe("both models predict the same, so there is nothing that patching could recover")
+        work.observe("predictions are identical, so patching is skipped")
         return
     count = min(changes.patching.documents, len(ids))
     limit = min(store.limit(work.site, source) for source in SIDES)

@@ -1,9 +1,10 @@
-"""KL between two models token by token, and the share of it that activations of one in the other recover.
+"""Per-token KL between two models, and the fraction recovered by patching activations.
 
-KL(post ‖ base) of the next token's distribution is measured at the tokens of a document, over the whole vocabulary.
-Patching: the base model reads the same tokens, at one site something is added to its activations, and the layers above
-run on from there. The share recovered is 1 − Σ KL(post ‖ patched base) / Σ KL(post ‖ base) over the tokens of the
-answers: 1 where the patched base predicts like the post model, below 0 where it is further away than before."""
+KL(post ‖ base) compares next-token distributions over the full vocabulary. Patching: the base model reads the
+document, a term is added to its activations at one site, and all later layers run as usual. The fraction recovered is
+1 − Σ KL(post ‖ patched base) / Σ KL(post ‖ base), summed over response tokens: 1 if the patched base predicts like
+post, negative if patching increases KL.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.types import Model, Tokenizer
 
-# What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
+# Computes [n, d], added to base activations, from base and post activations on the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
 TOKENS_PER_BATCH = 4096
 NUM_PLACES = 48
@@ -36,21 +37,21 @@ NUM_SHOWN = 3
 
 @dataclass(slots=True)
 class _Text:
-    """A batch of documents [B, T], padded on the right, and what both models compute for it."""
+    """Documents [B, T], right-padded, with activations and logits from both models."""
 
     tokens: Tensor
-    wanted: Tensor  # bool [B, T − 1]: whether the token after this state is counted
-    real: Tensor  # bool [B, T]: which activations may be changed
+    wanted: Tensor  # bool [B, T − 1]: states whose next token counts
+    real: Tensor  # bool [B, T]: activations allowed to change
     base: Tensor  # [B, T, d] at the site
     post: Tensor
-    post_logits: Tensor  # [M, V] at the wanted states
+    post_logits: Tensor  # [M, V] at wanted states
 
 
 class Patcher:
-    """Patches a base model on fixed documents; made once, used for many patches.
+    """Patches a base model on fixed documents; create once, then try many patches.
 
-    KL is counted over the answers, after ``prompt_lengths`` tokens of each document. Activations with a norm above
-    ``limit`` stay as they are.
+    KL covers response tokens, after ``prompt_lengths`` tokens per document. Activations with a norm above ``limit``
+    are never patched.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class Patcher:
 
     @property
     def kl(self) -> float:
-        """KL(post ‖ base) in nats per token of an answer, before anything is patched."""
+        """KL(post ‖ base) before patching, in nats per response token."""
         return self.before / max(1, self.tokens)
 
     def recovered(self, patch: Patch) -> float:
-        """Return the share of the KL that a patch recovers."""
-        assert self.before > 0, "models that predict the same have nothing to recover"
+        """Compute the fraction of KL recovered by a patch."""
+        assert self.before > 0, "recovery is undefined without KL"
         after = sum(self._divergence(text, patch) for text in self.texts)
         return 1.0 - after / self.before
 
     def mean_difference(self) -> Tensor:
-        """Return the mean of post − base [d] over all tokens that are patched."""
+        """Average post − base [d] over patchable tokens."""
         sums = []
         for text in self.texts:
             moved = (text.post - text.base)[text.real]
@@ -138,7 +139,7 @@ class Patcher:
 
 
 def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
-    """Return float64 [M]: KL(post ‖ base) of two distributions given by their logits [M, V]."""
+    """Compute KL(post ‖ base) from logits [M, V]; returns float64 [M]."""
     p = torch.log_softmax(post_logits.double(), dim=-1)
     q = torch.log_softmax(base_logits.double(), dim=-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
@@ -148,9 +149,10 @@ def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
 def token_kl(
     base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[list[Tensor], Tensor]:
-    """Return (for each document float64 [tokens]: KL of the distribution of the token *at* each place, float64 [V]).
+    """Compute per-token KL per document, float64 [tokens], assigned to the predicted token, and gained probability
+    [V].
 
-    The second: how much probability each token of the vocabulary gained, summed over the tokens of the answers.
+    Gained probability is post − base per vocabulary entry, float64, summed over response positions.
     """
     kl: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
     device = device_of(base)
@@ -174,7 +176,7 @@ def token_kl(
 
 
 def feature_patch(sae: SparseAutoencoder, features: Sequence[int] | None) -> Patch:
-    """Return Σⱼ (fⱼ(post) − fⱼ(base))·dⱼ over some features (None: all of them)."""
+    """Build the patch Σⱼ (fⱼ(post) − fⱼ(base))·dⱼ for selected features (None: all)."""
     device = sae.b_dec.device
     chosen = None
     if features is not None:
@@ -191,7 +193,7 @@ def feature_patch(sae: SparseAutoencoder, features: Sequence[int] | None) -> Pat
 
 
 def _batches(documents: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return numbers of documents of at least two tokens, of like length together."""
+    """Batch document indices by similar length, skipping documents shorter than 2 tokens."""
     numbers = [number for number, ids in enumerate(documents) if len(ids) > 1]
     lengths = [len(documents[number]) for number in numbers]
     pieces = plan_batches(lengths, None, TOKENS_PER_BATCH)
@@ -201,12 +203,12 @@ def _batches(documents: Sequence[Sequence[int]]) -> list[list[int]]:
 def locate_divergence(
     base: Model, post: Model, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Measure KL(post ‖ base): its mean, its concentration, its places and tokens, and whole answers."""
+    """Measure KL(post ‖ base): averages, profile by position and token, and example answers."""
     every, moved = token_kl(base, post, documents, prompt_lengths)
     answers = []
     prompts = []
-    tokens: list[int] = []  # of the answers
-    before: list[int] = []  # the token before each of these
+    tokens: list[int] = []  # response tokens
+    before: list[int] = []  # preceding tokens
     for ids, length, kl in zip(documents, prompt_lengths, every, strict=True):
         prompts.append(kl[1:length])
         answers.append(kl[length:])
@@ -242,7 +244,7 @@ def locate_divergence(
 
 
 def _by_place(answers: Sequence[Tensor]) -> list[dict[str, float]]:
-    """Return the mean KL at each place of the answers, as far as a twentieth of them, and two, are so long."""
+    """Average KL by response position, while at least 2 answers, and 5 % of all, are long enough."""
     fewest = max(2, len(answers) // 20)
     places: list[dict[str, float]] = []
     for place in range(NUM_PLACES):
@@ -254,7 +256,7 @@ def _by_place(answers: Sequence[Tensor]) -> list[dict[str, float]]:
 
 
 def _most_moved(moved: Tensor, tokenizer: Tokenizer) -> dict[str, list[list[object]]]:
-    """Return the tokens that gained most probability (``up``) and lost most (``down``): [text, gain per token]."""
+    """Find tokens gaining (``up``) and losing (``down``) most probability: [text, gain per token]."""
     ends = {}
     for name, sign in (("up", 1), ("down", -1)):
         values, ids = (moved * sign).topk(min(8, len(moved)))
@@ -266,7 +268,7 @@ def _most_moved(moved: Tensor, tokenizer: Tokenizer) -> dict[str, list[list[obje
 
 
 def _by_token(kl: Tensor, tokens: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """Return the tokens that carry most of the KL: their share of it, and the mean where they are."""
+    """Find tokens contributing most KL, with their fraction and per-occurrence average."""
     ids = torch.tensor(tokens)
     counts = torch.bincount(ids)
     sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, ids, kl)
@@ -291,10 +293,10 @@ def patch_curves(
     frozen: tuple[SparseAutoencoder, Sequence[int]],
     observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure the share of KL recovered against the number of features patched into the base.
+    """Measure KL recovered as a function of the number of patched features.
 
-    ``changed``, ``random`` (rate-matched): one list per seed; ``frozen``: one. For comparison the whole difference
-    (``everything``), the mean difference vector, and all features of each dictionary.
+    ``changed``, ``random`` (rate-matched): one curve per seed; ``frozen``: a single curve. References: the full
+    difference (``everything``), the average difference vector, and all features per dictionary.
     """
     assert changes.patching is not None
     mean = patcher.mean_difference()
@@ -325,7 +327,7 @@ def patch_curves(
         curves["random"].append(curve(sae, others))
         everything = feature_patch(sae, None)
         curves["all_features"].append(patcher.recovered(everything))
-        observe(f"patching, seed {seed}: {changed[-1]:.1%} by {counts[-1]} changed features")
+        observe(f"patching, seed {seed}: {counts[-1]} changed features recover {changed[-1]:.1%}")
     frozen_sae, most_changed = frozen
     curves["frozen"] = curve(frozen_sae, most_changed)
     return curves

@@ -1,4 +1,4 @@
-"""Changed features as plain data for ``diff.json``: their numbers, where they changed, how far the seeds agree."""
+"""Summaries of changed features for ``diff.json``: statistics, contexts, agreement between seeds."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from posttrain.interpret.features.lens import show_token, show_tokens, strongest
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.types import Model, Tokenizer
 
-LEAST_COSINE = 0.7  # partners that are less similar do not count
-MAX_POINTS = 4096  # features of the scatter
-WINDOW = 14  # tokens shown on either side
+LEAST_COSINE = 0.7  # minimum similarity for matching features
+MAX_POINTS = 4096  # plotted features
+WINDOW = 14  # tokens shown before and after
 
 
 def finite_number(value: float) -> float | None:
-    """Return a number rounded to 5 significant digits; None for one that is not finite."""
+    """Round to 5 significant digits; None if not finite."""
     if math.isfinite(value):
         return rounded(value)
     return None
 
 
 def plain_numbers(values: Tensor) -> list[float | None]:
-    """Return the first ``MAX_POINTS`` of a vector as plain numbers."""
+    """Convert the first ``MAX_POINTS`` values to plain numbers."""
     return [finite_number(value) for value in values[:MAX_POINTS].double().tolist()]
 
 
 def count_changes(changes: Changes) -> dict[str, int]:
-    """Count the features that were tested, that changed significantly, and that count as changed (rose, fell)."""
+    """Count tested, significant and changed features, and how many rose or fell."""
     rose = int((changes.changed & (changes.change[1] > 0)).sum())
     return {
         "features": len(changes.tested),
@@ -48,11 +48,11 @@ def count_changes(changes: Changes) -> dict[str, int]:
 
 
 def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, object]:
-    """Describe one dictionary: its quality, the counts, the null tests, and every feature's numbers."""
+    """Describe one dictionary: quality, change counts, null tests, and per-feature numbers."""
     changes = seen.changes
     ratio = changes.ratio[0][changes.tested]
     is_within = (ratio < 1.2) & (ratio > 1 / 1.2)
-    within = float(is_within.double().mean())  # nan where none is tested
+    within = float(is_within.double().mean())  # nan if none was tested
     rates = {
         "base": plain_numbers(changes.base[0]),
         "post": plain_numbers(changes.post[0]),
@@ -82,7 +82,7 @@ def describe_changed_features(
     tokenizer: Tokenizer,
     count: int,
 ) -> list[dict[str, object]]:
-    """Describe the most changed features: with intervals, what they promote, and where they changed."""
+    """Describe the most changed features: intervals, promoted tokens, and contexts."""
     changes = seen.changes
     num_chosen = min(count, max(1, changes.num_changed))
     chosen = changes.ranking()[:num_chosen].tolist()
@@ -104,7 +104,7 @@ def describe_changed_features(
 
 @torch.no_grad()
 def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tuple[list[str], Tensor]:
-    """Return (names, [n, d]): the mean of post − base over prompts, answers, and single places of the answers."""
+    """Average post − base over prompts, answers, and single answer positions: (names, [n, d])."""
     names = ["prompts", "answers"]
     names += [f"answers, token {i + 1}" for i in range(places)]
     totals = torch.zeros((len(names), store.width(site)), dtype=torch.float64)
@@ -135,10 +135,10 @@ def feature_contexts(
     *,
     count: int = 4,
 ) -> list[dict[str, Any]]:
-    """Return for each feature ``tokens`` [text, share of the change, mean change] and ``contexts`` of most change.
+    """Collect ``tokens`` [text, fraction of change, average change] and most changed ``contexts``, per feature.
 
-    One for each beginning of a text: ``tokens`` as texts, its activation at each in ``base`` and ``post``, and ``at``,
-    the place of the change.
+    Contexts are distinct up to the changed token: ``tokens`` as texts, activations in ``base`` and ``post``, and
+    ``at``, the changed position.
     """
     chosen = torch.tensor(list(features), dtype=torch.long, device=sae.b_dec.device)
     every = torch.arange(store.num_rows)
@@ -159,7 +159,7 @@ def feature_contexts(
         if float(delta.sum()) < 0:
             sign = -1.0
         entry: dict[str, list[object]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
-        seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
+        seen: set[tuple[str, ...]] = set()  # answers to a prompt often begin alike
         num_looked_at = min(len(delta), 50 * count)
         for row in (delta * sign).topk(num_looked_at).indices.tolist():
             context = _context(store, documents, values[:, :, column], row, tokenizer)
@@ -172,7 +172,7 @@ def feature_contexts(
 
 
 def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Tokenizer) -> list[object]:
-    """Return the five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
+    """Find the five tokens contributing most to a feature's change: [text, fraction of Σ|Δ|, average Δ]."""
     counts = torch.bincount(tokens)
     exact = delta.double()
     signed = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, exact)
@@ -217,12 +217,12 @@ def _context(
 def overlap(
     directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
-    """Measure how far two dictionaries' changed features are the same ones.
+    """Measure agreement between two dictionaries' changed features.
 
-    ``share``: of the first's, those whose most similar feature (by decoder cosine) of the second is one of the second's
-    and went the same way. ``by_chance``: that share of all features of the first. ``cosine``: the mean similarity of
-    the first's changed features to their partners; ``count`` of them. Of both are given: decoder rows [F, d], the
-    changed features, and ``signs`` [F], above 0 where the mean activation rose.
+    A feature agrees if its nearest feature in the second dictionary (by decoder cosine, at least ``LEAST_COSINE``) is
+    also changed, in the same direction. ``share``: agreeing fraction of changed features; ``by_chance``: of all
+    features. ``cosine``: average similarity between the first's changed features and their nearest; ``count``: number
+    of them. Inputs are pairs: decoder rows [F, d], changed features, and ``signs`` [F], positive if activation rose.
     """
     first, second = (_unit_rows(x) for x in directions)
     best = (first @ second.T).max(dim=1)
@@ -232,7 +232,7 @@ def overlap(
     is_chosen[chosen[1]] = True
     went_alike = (signs[0] > 0) == (signs[1] > 0)[partner]
     same = is_chosen[partner] & (cosine >= LEAST_COSINE) & went_alike
-    of_chosen = same[chosen[0]].double()  # the mean over no features is nan
+    of_chosen = same[chosen[0]].double()  # nan without changed features
     similarity = cosine[chosen[0]].double()
     return {
         "share": float(of_chosen.mean()),
@@ -243,13 +243,13 @@ def overlap(
 
 
 def _unit_rows(directions: Tensor) -> Tensor:
-    """Return the rows with norm 1, float64."""
+    """Normalize rows to norm 1, float64."""
     exact = directions.double()
     return exact / exact.norm(dim=1, keepdim=True).clamp_min(1e-12)
 
 
 def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, object]:
-    """Describe how far the changed features of every two seeds are the same."""
+    """Measure agreement for every ordered pair of seeds."""
     pairs = []
     for a, b in permutations(range(len(saes)), 2):
         first = seen[a].changes

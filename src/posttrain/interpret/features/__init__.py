@@ -1,1 +1,1 @@
-"""Descriptions of the features of a sparse autoencoder, and steering by them."""
+"""Sparse-autoencoder features: descriptions and steering."""

@@ -1,8 +1,8 @@
-"""Features of a dictionary: where they are active, how often, and which tokens they promote.
+"""Feature descriptions for a dictionary: contexts, density, promoted tokens.
 
-Contexts come from one exact pass over recorded activations. In each document only the token at which a feature is
-strongest counts, and of documents that agree up to that token only the first: activations depend on earlier tokens
-alone, so the others would repeat it.
+Contexts come from one exact pass over recorded activations. Each document contributes only the token with the
+strongest activation, and documents sharing the text up to this token count once: activations depend only on earlier
+tokens, so later copies are redundant.
 """
 
 from __future__ import annotations
@@ -30,24 +30,22 @@ from posttrain.store.durable import replace_file
 from posttrain.types import Tokenizer
 
 NUM_BINS = 32
-MAX_ELEMENTS = 1 << 26  # activations at a time: 256 MiB in fp32, unless one document has more
+MAX_ELEMENTS = 1 << 26  # activations per chunk: 256 MiB in fp32, unless a single document is larger
 ENCODED_ROWS = 1024
 CONTEXT_CONVENTION = (
-    "the strongest activations of all recorded rows: of each document the strongest token, and of documents that agree "
-    "up to that token the first"
+    "strongest activations over all recorded rows: one token per document, and one document per distinct prefix"
 )
-FeatureReport = dict[str, Any]  # ``about``, and ``features``, each as in ``features.json``
+FeatureReport = dict[str, Any]  # ``about`` and ``features``, see ``features.json``
 
 
 class FeatureStatistics:
-    """Statistics of S features over ``rows`` rows, from one pass.
+    """Statistics for S features over ``rows`` rows, collected in one pass.
 
-    ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations; ``maximum``
-    float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of which begins
-    at 0; ``exponents`` int64 [S]: a bin is 2**exponent / NUM_BINS wide. ``top`` float32 [K, S]: the strongest
-    activation of each context, falling (0: there are no more); ``top_rows`` int64 [K, S]: its row (-1: none);
-    ``windows`` float32 [K, S, before + 1 + after]: activations at the tokens around it, NaN where there is no token or
-    its row was dropped.
+    ``active`` int64 [S]: number of rows with activation above 0; ``total`` float64 [S]: summed activation;
+    ``maximum`` float32 [S]. ``counts`` int64 [S, NUM_BINS]: histogram of activations starting at 0; ``exponents``
+    int64 [S]: bins are 2**exponent / NUM_BINS wide. ``top`` float32 [K, S]: strongest activation per context,
+    descending (0: no further contexts); ``top_rows`` int64 [K, S]: row index (-1: none); ``windows`` float32 [K, S,
+    before + 1 + after]: activations at surrounding tokens, NaN outside the document or for dropped rows.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class FeatureStatistics:
         self.windows = torch.full((contexts, size, width), torch.nan, device=device)
 
     def _encode(self, rows: Tensor) -> Tensor:
-        """Return activations float32 [n, S]."""
+        """Encode rows to float32 [n, S]."""
         parts = []
         for part in rows.split(ENCODED_ROWS):
             x = self.source.gather(part).to(self.device)
@@ -81,7 +79,7 @@ class FeatureStatistics:
         return torch.cat(parts)
 
     def read(self, start: int, end: int) -> None:
-        """Take in the rows ``start`` … ``end``, which are whole documents."""
+        """Add rows ``start`` … ``end``, which must be whole documents."""
         values = self._encode(torch.arange(start, end))
         is_active = values > 0
         self.rows += len(values)
@@ -98,7 +96,7 @@ class FeatureStatistics:
         self._keep_strongest(values, start, end)
 
     def _widen(self, exponents: Tensor) -> None:
-        """Let the bins reach up to 2**exponents, by joining pairs of them."""
+        """Extend histograms up to 2**exponents by merging neighboring bins."""
         self.exponents = torch.where(self.counts.sum(1) == 0, exponents, self.exponents)
         grows = self.exponents < exponents
         while bool(grows.any()):
@@ -110,7 +108,7 @@ class FeatureStatistics:
             grows = self.exponents < exponents
 
     def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
-        """Merge the strongest row of each document into ``top``; of rows with the same text before them one stays."""
+        """Merge each document's strongest row into ``top``, keeping one row per distinct prefix."""
         size = len(self.top)
         store = self.source.store
         rows = torch.arange(start, end)
@@ -136,7 +134,7 @@ class FeatureStatistics:
         self.top_rows = top_rows.gather(0, kept).masked_fill(self.top <= 0, -1)
 
     def look_around(self, before: int, after: int) -> None:
-        """Fill ``windows``: read the documents of the contexts once more."""
+        """Fill ``windows`` by rereading the documents containing contexts."""
         store = self.source.store
         rank, feature = (self.top_rows >= 0).nonzero(as_tuple=True)
         rows, order = self.top_rows[rank, feature].cpu().sort()
@@ -170,10 +168,10 @@ def find_contexts(
     after: int = 10,
     chunk_rows: int = 8192,
 ) -> FeatureStatistics:
-    """Read all rows once, in order, on the dictionary's device.
+    """Collect statistics in a single ordered pass over all rows, on the dictionary's device.
 
-    ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
-    ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
+    ``features`` int64 [S] (None: all). ``contexts``: K per feature, each with activations for ``before`` and ``after``
+    surrounding tokens. ``chunk_rows``: approximate rows per chunk; results do not depend on it.
     """
     if features is None:
         features = torch.arange(sae.features)
@@ -186,7 +184,7 @@ def find_contexts(
 
 
 def hash_prefixes(ids: list[int]) -> Tensor:
-    """Return for each token a hash of the document up to it: int64 [T]."""
+    """Hash each token's prefix, including the token: int64 [T]."""
     tokens = np.asarray(ids, dtype=np.uint64)
     mixed = tokens + (np.arange(1, len(ids) + 1, dtype=np.uint64) << np.uint64(32))
     with np.errstate(over="ignore"):  # splitmix64, modulo 2**64
@@ -198,7 +196,7 @@ def hash_prefixes(ids: list[int]) -> Tensor:
 
 
 def _later_twins(keys: Tensor) -> Tensor:
-    """Return bool [m, S]: whether the same key is further up in its column."""
+    """Mark repeated keys within each column, except the first: bool [m, S]."""
     order = keys.argsort(dim=0, stable=True)
     ranked = keys.gather(0, order)
     same = torch.zeros_like(ranked, dtype=torch.bool)
@@ -207,7 +205,7 @@ def _later_twins(keys: Tensor) -> Tensor:
 
 
 def check_features(sae: SparseAutoencoder, features: Sequence[int] | None) -> Tensor:
-    """Return the features named, each once, int64 [S]; all of them for None."""
+    """Validate feature numbers and drop duplicates, int64 [S]; None selects all features."""
     if features is None:
         return torch.arange(sae.features)
     for number in features:
@@ -227,18 +225,18 @@ def describe_features(
     tokenizer: Tokenizer | None = None,
     about: dict[str, object] | None = None,
 ) -> FeatureReport:
-    """Describe the features of a dictionary on raw activations, from one pass over rows.
+    """Describe a dictionary's features on raw activations, in one pass over rows.
 
-    For each feature: ``density``, the share of rows at which it is active; ``mean`` of its activations there, and
-    ``max``; a ``histogram`` of them that begins at 0; ``promoted`` and ``suppressed`` tokens [text, id, logit];
-    ``contexts`` with the ``tokens`` from ``start`` of a ``document`` on and its ``activations`` at each (null: the row
-    was dropped), the strongest at ``position``. Without a lens no token is promoted; without a tokenizer ids are shown.
+    Per feature: ``density`` (fraction of active rows); ``mean`` over active rows, and ``max``; a ``histogram``
+    starting at 0; ``promoted`` and ``suppressed`` tokens [text, id, logit]; ``contexts`` with ``tokens`` beginning at
+    ``start`` in ``document``, per-token ``activations`` (null: row dropped), and the strongest at ``position``.
+    Without a lens, promoted tokens are missing; without a tokenizer, token ids are shown.
     """
     store = rows.store
     if rows.d != sae.d:
         raise UsageError(
-            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {sae.d}; give the "
-            "activations that it was trained on, or others like them"
+            f"{store.folder}: width {rows.d}, but the dictionary expects {sae.d}; give its training "
+            "activations, or compatible ones"
         )
     chosen = check_features(sae, features)
     found = find_contexts(sae, rows, features=chosen, contexts=contexts)
@@ -311,7 +309,7 @@ def _describe(
 def _contexts(
     found: FeatureStatistics, store: ActivationStore, texts: Callable[[Sequence[int]], list[str]]
 ) -> list[list[FeatureReport]]:
-    """Return the contexts of each feature, in the order of the columns."""
+    """Build each feature's contexts, ordered like the columns."""
     rows = found.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
     documents = store.documents(flat).view_as(rows).tolist()
@@ -346,7 +344,7 @@ def _contexts(
 
 
 def write_features(report: FeatureReport, path: str | Path) -> Path:
-    """Write ``features.json``: ``about``, then one feature on each line with its address on the page."""
+    """Write ``features.json``: ``about``, followed by one feature per line including its page address."""
     place = Path(path)
     page = place.with_suffix(".html").name
     lines = []
@@ -359,7 +357,7 @@ def write_features(report: FeatureReport, path: str | Path) -> Path:
 
 
 def rounded(value: float) -> float:
-    """Return a number to five digits, to be read."""
+    """Round to five significant digits for display."""
     return float(f"{value:.5g}")
 
 
@@ -375,13 +373,13 @@ def read_features(
     contexts: int = 10,
     with_lens: bool = True,
 ) -> FeatureReport:
-    """Describe the features of a stored dictionary; ``about["notices"]`` has notes on rows of another model.
+    """Describe a stored dictionary's features; ``about["notices"]`` warns if rows come from a different model.
 
-    ``resolve`` returns what is loaded for the name of a model; ``model`` and ``source`` are by default the dictionary's
-    own.
+    ``resolve`` maps a model name to a loadable name; ``model`` and ``source`` default to the dictionary's training
+    data.
 
     Raises:
-        UsageError: no such feature, source or model, or one with other tokens than the rows'.
+        UsageError: no such feature, source or model, or a model whose tokenizer differs from the recording.
     """
     sae = load_sae(folder)
     metadata = read_metadata(folder)
@@ -419,14 +417,14 @@ def read_features(
 
 
 def _choose_rows(store: ActivationStore, metadata: Metadata, source: str | None) -> StoreRows:
-    """Return the rows of the dictionary's site and of ``source``, by default the dictionary's own."""
+    """Select rows for the dictionary's site and ``source``, defaulting to its training source."""
     known = store.sources
     if len(known) > 1:
         known = (*known, DIFFERENCE)
     if not source and metadata.source in known:
         source = metadata.source
     if not source and len(known) > 1:
-        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+        raise UsageError(f"--source: required, because {store.folder} has {', '.join(store.sources)} and difference")
     site = None
     if metadata.site in store.sites:
         site = metadata.site
@@ -434,17 +432,17 @@ def _choose_rows(store: ActivationStore, metadata: Metadata, source: str | None)
 
 
 def default_activations(folder: Path, run: Path | None) -> Path:
-    """Return the rows that a dictionary was trained on: its run's recording, or the folder that its recipe names."""
+    """Find a dictionary's training activations: recorded inside its run, or the folder given in its recipe."""
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
-        raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
+        raise UsageError(f"{folder}: unknown training activations, because this dictionary is outside a run; {remedy}")
     recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
     if recorded is None:
         place = run / ACTIVATIONS
     else:
         place = Path(recorded)
     if not (place / INDEX).is_file():
-        raise UsageError(f"{run}: its activations are no more in {place}; {remedy}")
+        raise UsageError(f"{run}: activations missing from {place}; {remedy}")
     return place
 
 
@@ -456,18 +454,16 @@ def _warnings(metadata: Metadata, rows: StoreRows, model: str | None) -> list[st
     for entry in rows.store.index.sources:
         is_used = rows.source in (entry.name, DIFFERENCE)
         if is_used and trained and entry.weights_hash and entry.weights_hash not in trained:
-            warnings.append(
-                f"the dictionary was trained on another model than the one whose rows these are ({entry.model})"
-            )
+            warnings.append(f"the dictionary was trained on a different model than these activations ({entry.model})")
     if model is None:
-        warnings.append("no model is known, so tokens are shown by their numbers, without a logit lens (--model NAME)")
+        warnings.append("unknown model: showing token ids, without a logit lens (give --model NAME)")
     return warnings
 
 
 def _load_lens(
     name: str | None, store: ActivationStore, resolve: Callable[[str], str], *, with_lens: bool
 ) -> tuple[Lens | None, Tokenizer | None]:
-    """Return the lens and the tokenizer of a model; None where they are not known or not wanted."""
+    """Load a model's lens and tokenizer; None if unknown or disabled."""
     if name is None:
         return None, None
     section = ModelSection(name=resolve(name), dtype=store.index.sources[-1].dtype)
@@ -480,7 +476,7 @@ def _load_lens(
             lens = None
             tokenizer = load_tokenizer(section.name)
     except UsageError as error:
-        raise UsageError(f"{error} (--model names another one, --no-lens leaves the logit lens out)") from error
+        raise UsageError(f"{error} (choose a model with --model, or skip the logit lens with --no-lens)") from error
     if store.index.tokenizer and tokenizer_hash(tokenizer) != store.index.tokenizer:
-        raise UsageError(f"{name}: its tokenizer is not the one that {store.folder} was recorded with; give --model")
+        raise UsageError(f"{name}: tokenizer differs from the recording in {store.folder}; give --model")
     return lens, tokenizer

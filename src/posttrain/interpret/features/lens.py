@@ -1,9 +1,8 @@
-"""The logit lens: which tokens a direction promotes and suppresses, and tokens as text.
+"""Logit lens: find promoted and suppressed tokens for a direction, and render tokens.
 
-Nostalgebraist (2020): a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean over the
-vocabulary. γ is the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own
-first. The norm's division by the size of the residual stream scales all logits alike and is left out, as are biases,
-soft caps and the layers in between.
+Nostalgebraist (2020): a unit direction u gives token logits ``W_U (γ ⊙ u)``, centered over the vocabulary. γ is the
+final norm's gain; for LayerNorm, u is also centered first. The norm's division by residual-stream size scales all
+logits equally and is omitted, like biases, soft caps and intermediate layers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from posttrain.models.forward.forward import causal_lm
 from posttrain.types import Model, Tokenizer
 
 CONVENTION = (
-    "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
-    "the norm's division by the size of the residual stream, without biases and soft caps"
+    "token logit = W_U (final norm gain * unit decoder row), centered over the vocabulary; without the norm's division "
+    "by residual-stream size, biases and soft caps"
 )
 _MAX_LOGITS = 1 << 24
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
@@ -32,14 +31,14 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 @dataclass(frozen=True, slots=True)
 class Lens:
-    """Unembedding [V, d] and gain [d] of one model, fp32; ``centres``: its final norm subtracts the mean."""
+    """Unembedding [V, d] and final-norm gain [d], fp32; ``centres``: the norm subtracts the mean (LayerNorm)."""
 
     unembedding: Tensor
     gain: Tensor
     centres: bool
 
     def logits(self, directions: Tensor) -> Tensor:
-        """Return logits [n, V] of directions [n, d] of any norm but 0; see the module for the convention."""
+        """Compute logits [n, V] for nonzero directions [n, d]; see the module for the convention."""
         unit = directions.float()
         unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
         if self.centres:
@@ -48,7 +47,7 @@ class Lens:
         return logits - logits.mean(1, keepdim=True)
 
     def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
-        """Return for each direction the ``count`` tokens with the highest logits, falling, and the lowest, rising."""
+        """Find the ``count`` highest tokens per direction, descending, and the lowest, ascending."""
         size = max(1, _MAX_LOGITS // len(self.unembedding))
         count = min(count, len(self.unembedding))
         ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
@@ -61,12 +60,12 @@ class Lens:
         return ends
 
 
-Likely = tuple[int, float]  # a token's id and its logit
+Likely = tuple[int, float]  # (token id, logit)
 
 
 @torch.no_grad()
 def build_lens(model: Model) -> Lens:
-    """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
+    """Build the lens for a causal LM or peft model; ``UsageError``: unknown LM head or final norm."""
     plain = causal_lm(model)
     backbone = backbone_of(model)
     head = plain.get_output_embeddings()
@@ -76,19 +75,19 @@ def build_lens(model: Model) -> Lens:
             missing = "LM head"
         else:
             missing = "final norm"
-        raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")
+        raise UsageError(f"{type(plain).__name__}: no {missing} found, so a logit lens is not available")
     weight = head.weight.detach().float()
     gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
     return Lens(weight, gain, centres)
 
 
 def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Return (gain [d], whether it subtracts the mean), measured on a vector, so that any architecture will do.
+    """Measure (gain [d], centering) on a probe vector, independent of the architecture.
 
-    ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
+    ``norm(x) − norm(−x)`` cancels any bias, leaving twice the normalized x times the gain.
     """
     x = 1 + torch.rand(d, generator=torch.Generator().manual_seed(0))
-    x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
+    x[1::2] *= -1  # keep entries away from 0, centered or not
     x = x.to(device)
     exact = copy.deepcopy(norm).float()
 
@@ -108,8 +107,8 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 
 @lru_cache(maxsize=1 << 16)
 def show_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text: bytes that are part of a character as ``\\xe2``, and for an empty one its name."""
-    text = decode_behind(tokenizer, [token], [token])  # with the space in front of it
+    """Render a token: partial UTF-8 bytes as ``\\xe2``, empty tokens by name."""
+    text = decode_behind(tokenizer, [token], [token])  # including a leading space
     if not text or "\ufffd" in text:
         text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
         known = _byte_letters()
@@ -120,7 +119,7 @@ def show_token(tokenizer: Tokenizer, token: int) -> str:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of byte-level tokenizers stands for: itself, or the n-th of the others."""
+    """Map each letter of byte-level tokenizers to its byte, following GPT-2's encoding."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     own = {letter: ord(letter) for letter in ByteLevel.alphabet() if ord(letter) < 256}
@@ -129,7 +128,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Return tokens that follow one another as text: a character of several tokens is with the last of them."""
+    """Render consecutive tokens; a character split across tokens appears at its final one."""
     alone = [show_token(tokenizer, token) for token in tokens]
     stream = TextStream(tokenizer, tokens[:1])
     if not any("\\x" in text or "<0x" in text for text in alone):
@@ -145,7 +144,7 @@ def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def strongest_tokens(
     model: Model, directions: Tensor, tokenizer: Tokenizer, count: int = 8
 ) -> list[dict[str, list[list[object]]]]:
-    """Return for each direction [n, d] the tokens with the largest and the smallest logits.
+    """Find top and bottom logit-lens tokens for directions [n, d].
 
     ``{"up": [[text, logit], ...], "down": [...]}``.
     """

@@ -1,12 +1,12 @@
-"""A model steered by features of a dictionary: directions added to a site, features taken out.
+"""Steer a model with dictionary features: add directions at a site, or ablate features.
 
-At every token, prompt and reply alike, the site's output x becomes
+For prompt and response tokens, the site's output x becomes
 
     x − Σ_ablated f_i(x) d_i + Σ_steered strength · d_i / ‖d_i‖
 
-with d_i the decoder row of feature i and f(x) the activations without the change. The contributions of the other
-features, and the reconstruction error, stay exactly as they were. Strengths are lengths in the model's own activations;
-the largest activation of the feature, which `posttrain sae features` shows, is a natural unit.
+where d_i is feature i's decoder row and f(x) are activations before the change. Other features and the reconstruction
+error are unchanged. Strength is a length in activation units; a feature's maximum activation (see
+`posttrain sae features`) is a natural scale.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FeatureChanges = Mapping[int, float | None]
 
 
 class Steering:
-    """Changes of features made ready for one model; they take effect inside ``applied()``.
+    """Feature changes prepared for one model, active inside ``applied()``.
 
-    ``changes``: by feature the strength to add, or None to take it out. Strength 0 is the model itself, bit for bit.
+    ``changes``: strength to add by feature, or None to ablate. Strength 0 leaves the model bit-identical.
 
     Raises:
-        UsageError: no such site or feature, or a dictionary of another width.
+        UsageError: no such site or feature, or a mismatched dictionary width.
     """
 
     def __init__(self, model: Model, sae: SparseAutoencoder, site: str, changes: FeatureChanges) -> None:
         backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
         if sae.d != width:
-            raise UsageError(f"the dictionary is for activations of width {sae.d}; this model has {width}")
+            raise UsageError(f"the dictionary expects width {sae.d}, but this model has {width}")
         refuse_layers([site], len(blocks_of(backbone)), "this model")
         strengths = {feature: strength for feature, strength in changes.items() if strength}
         gone = [feature for feature, strength in changes.items() if strength is None]
@@ -60,11 +60,11 @@ class Steering:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the model stays as it is."""
+        """True if no changes apply."""
         return self.added is None and not len(self.ablated)
 
     def change(self, x: Tensor) -> Tensor:
-        """Return the site's output [..., d] in its dtype, changed; computed in float32."""
+        """Apply changes to site output [..., d] in float32; keeps its dtype."""
         if self.is_nothing:
             return x
         exact = x.float().reshape(-1, x.shape[-1])
@@ -77,7 +77,7 @@ class Steering:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, every forward pass of the model's modules is changed. May be entered again and again."""
+        """Modify all forward passes within the context. Reusable."""
         if self.is_nothing:
             yield
             return
@@ -86,17 +86,17 @@ class Steering:
 
 
 def load_steering(model: Model, folder: str | Path, changes: FeatureChanges) -> Steering:
-    """Prepare changes with the dictionary in a folder, at the site that its ``cfg.json`` names.
+    """Load a dictionary folder, and prepare changes at the site given in ``cfg.json``.
 
-    ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.
+    ``UsageError``: missing site, or ablation with a difference dictionary.
     """
     sae = load_sae(folder)
     metadata = read_metadata(folder)
     if metadata.site is None:
-        raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
+        raise UsageError(f"{folder}: cfg.json lacks 'site' in 'metadata'; add it, such as resid.20")
     if None in changes.values() and metadata.source == DIFFERENCE:
         raise UsageError(
-            f"{folder}: its features are of the difference of two models' activations; they can be added but not taken "
-            "out of one model"
+            f"{folder}: trained on the difference between two models' activations; its features can be added, but not "
+            "ablated"
         )
     return Steering(model, sae, metadata.site, changes)

@@ -1,1 +1,1 @@
-"""Sparse dictionaries: what they are, how they are trained, measured and exchanged."""
+"""Sparse autoencoders: definition, training, quality, file format."""

@@ -1,10 +1,10 @@
-"""Rows that a dictionary learns from, one step of its training, a training in memory, and quality.
+"""Dictionary training: data rows, loss, optimizer steps, in-memory training, and quality.
 
-``training`` takes the same steps with checkpoints and metrics.
+``sae_training`` runs the same steps with checkpoints and metrics.
 
-FVU = Σ‖x − x̂‖² / Σ‖x − μ‖², with one mean μ over all rows and sums in float64. A ratio per row, or to zero instead of
-the mean, reads far better than it is. CE recovered = (CE_zero − CE_spliced) / (CE_zero − CE), where ``spliced`` puts
-the reconstruction in the place of the model's activations at the site, and ``zero`` zeros.
+FVU = Σ‖x − x̂‖² / Σ‖x − μ‖², with one global μ and float64 sums. Averaging per-row ratios, or measuring variance
+around 0, would look far better. CE recovered = (CE_zero − CE_spliced) / (CE_zero − CE): ``spliced`` replaces the
+model's activations at the site by reconstructions, ``zero`` by zeros.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from posttrain.randomness import generator, permutation
 from posttrain.types import Model
 
 SAMPLE_ROWS = 65_536
-PREFIX = "dictionary."  # of the names of weights in a stored state
+PREFIX = "dictionary."  # prefix for weight names in stored states
 
 
 class StoreRows:
-    """Rows of one site of recorded activations.
+    """Rows from one site in recorded activations.
 
-    ``site`` may be left out where there is one. ``source``: ``model``, ``base``, ``post`` or ``difference`` (post −
-    base); None where one model was recorded. ``UsageError``: there is no such site or source.
+    ``site`` is optional if unique. ``source``: ``model``, ``base``, ``post`` or ``difference`` (post − base); None if
+    a single model was recorded. ``UsageError``: no such site or source.
     """
 
     def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
@@ -54,13 +54,13 @@ class StoreRows:
             self.source = known[0]
         if self.source not in known:
             if source is None:
-                what = "say which"
+                what = "required"
             else:
-                what = f"there is no {source!r}"
-            raise UsageError(f"activations.source: {what}; these activations have {', '.join(known)}")
+                what = f"unknown source {source!r}"
+            raise UsageError(f"activations.source: {what}; available: {', '.join(known)}")
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return float32 [n, d] of the rows ``int64 [n]``."""
+        """Read float32 [n, d] for rows ``int64 [n]``."""
         if self.source != DIFFERENCE:
             return self.store.gather(rows, self.site, self.source).float()
         base = self.store.gather(rows, self.site, "base").float()
@@ -68,7 +68,7 @@ class StoreRows:
         return post - base
 
     def boundary(self, row: int) -> int:
-        """Return the first row of the document that ``row`` is of."""
+        """Find the first row in the document containing ``row``."""
 
         def document(number: int) -> int:
             return int(self.store.documents(torch.tensor([number]))[0])
@@ -76,7 +76,7 @@ class StoreRows:
         return bisect_left(range(row), document(row), key=document)
 
     def whole_documents(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) of rows that no document crosses: at most ``limit``, but where a document is longer."""
+        """Yield (start, end) covering whole documents, up to ``limit`` rows unless one document is longer."""
         start = 0
         while start < self.num_rows:
             end = start
@@ -92,34 +92,34 @@ class StoreRows:
 
 
 def too_few_rows(rows: str, held_out: int, batch: int) -> UsageError:
-    """Return the error for rows that leave less than a batch to train on."""
+    """Build the error raised if fewer rows than a batch remain for training."""
     return UsageError(
-        f"{rows} rows of activations, of which {held_out:,} are held out (eval.rows), do not make one "
-        f"batch of {batch:,} (train.batch). Record more, or set them lower"
+        f"{rows} rows of activations minus {held_out:,} held out (eval.rows) leave less than a "
+        f"batch of {batch:,} (train.batch). Record more, or lower either"
     )
 
 
 def first_held_out(rows: StoreRows, held_out: int, batch: int) -> int:
-    """Return how many rows are trained on: all but the last ``held_out``, and no document on both sides."""
+    """Count training rows: all except the last ``held_out``, rounded to a document boundary."""
     start = rows.num_rows - held_out
     if start > 0:
-        start = rows.boundary(start) or start  # one document alone is cut
+        start = rows.boundary(start) or start  # a single document is split
     if start < batch:
         raise too_few_rows(f"{rows.num_rows:,}", held_out, batch)
     return start
 
 
 def sample_rows(rows: StoreRows, num_rows: int, seed: int) -> Tensor:
-    """Draw at most ``SAMPLE_ROWS`` of the first ``num_rows`` rows by the seed: float32 [n, d]."""
+    """Sample up to ``SAMPLE_ROWS`` from the first ``num_rows`` rows, by seed: float32 [n, d]."""
     size = min(SAMPLE_ROWS, num_rows)
     chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=size)
     return rows.gather(torch.from_numpy(np.sort(chosen)))
 
 
 class RowBatches:
-    """The batches of a training: epochs of shuffled rows, one after the other, without a gap between them.
+    """Training batches: consecutive epochs of shuffled rows, without gaps between epochs.
 
-    Step s takes places s·batch … (s + 1)·batch of that sequence, so that a run goes on at any step.
+    Step s uses positions s·batch … (s + 1)·batch in this sequence, so training can resume at any step.
     """
 
     def __init__(self, rows: StoreRows, num_rows: int, batch: int, seed: int) -> None:
@@ -130,11 +130,11 @@ class RowBatches:
         self.order = lru_cache(maxsize=2)(lambda epoch: torch.from_numpy(shuffled(epoch, num_rows)))
 
     def of_step(self, step: int) -> Tensor:
-        """Return the batch of a step, counted from 0: float32 ``[batch, d]``."""
+        """Read the batch for a step, counted from 0: float32 ``[batch, d]``."""
         return self.rows.gather(self.indices(step))
 
     def indices(self, step: int) -> Tensor:
-        """Return the rows of the batch of a step, ``int64 [batch]``."""
+        """Look up a step's row indices, ``int64 [batch]``."""
         places = torch.arange(step * self.batch, (step + 1) * self.batch)
         epochs = places // self.num_rows
         parts = []
@@ -144,22 +144,22 @@ class RowBatches:
         return torch.cat(parts)
 
 
-# The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):
+# Dictionary loss with hand-written gradients for the matrix products. For scaled rows x [n, d]:
 #
 #     c = b_enc − b_dec·W_enc     pre = x·W_enc + c     f = kind(pre)     x̂ = f·W_dec + b_dec
 #     loss = mean (x − x̂)² + penalty(f) + auxk · mean (x − x̂ − ê)²
 #
-# ê (AuxK, Gao et al. 2024) is what the features that have not fired for long make of the error that is left: the d/2
-# largest of their pre-activations in each row.
+# ê (AuxK, Gao et al. 2024) reconstructs the remaining error from features inactive for long: the d/2 largest
+# pre-activations among them, per row.
 #
-# By hand because it is faster than autograd: the bias of the decoder is folded into that of the encoder (five matrix
-# products instead of six, and no copy of x), and with bf16 each operand is rounded once. Weights, biases, their
-# gradients and all sums stay fp32. From ``pre`` to ``f`` it is autograd, so that a kind is a plain function.
+# Hand-written gradients are faster than autograd: the decoder bias is merged into the encoder bias (five matrix
+# products instead of six, without copying x), and bf16 rounds each operand once. Weights, biases, their gradients and
+# all sums stay fp32. Only ``pre`` to ``f`` uses autograd, so kinds are plain functions.
 
 
 @dataclass(slots=True)
 class StepMeasures:
-    """Numbers of a step, as tensors: ``fired`` bool [F], ``features`` [n, F], ``threshold`` the new running one."""
+    """Measures from one step, as tensors: ``fired`` bool [F], ``features`` [n, F], updated running ``threshold``."""
 
     squared_error: Tensor
     penalty: Tensor
@@ -178,10 +178,10 @@ def sae_loss(
     dead: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, StepMeasures]:
-    """Return the loss of scaled rows [n, d], whose ``backward`` fills the gradients, and what was measured.
+    """Compute the loss for scaled rows [n, d], with custom gradients on ``backward``, and step measures.
 
-    ``progress`` in [0, 1]: the share of the training that is done. ``auxk``: weight of AuxK, which revives the features
-    in ``dead`` (bool [F]). ``dtype``: of the operands of the matrix products.
+    ``progress`` in [0, 1]: completed fraction of training. ``auxk``: weight for AuxK, which revives features marked in
+    ``dead`` (bool [F]). ``dtype``: for matrix products.
     """
     with torch.no_grad():
         loss, gradients, measured = _evaluate(sae, x, progress, auxk, dead, dtype)
@@ -190,7 +190,7 @@ def sae_loss(
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known; the backward pass hands them out, once."""
+    """Loss with precomputed gradients, returned once by the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, known: tuple[Tensor, list[Tensor]], *weights: Tensor) -> Tensor:
@@ -229,7 +229,8 @@ def _evaluate(
         outputs = [*outputs, codes.penalty]
         upstream = [*upstream, torch.ones_like(codes.penalty)]
     (on_pre,) = torch.autograd.grad(outputs, [pre], upstream)
-    fired = (on_decoder != 0).any(dim=1)  # a feature that was active somewhere got a gradient; n times as few numbers
+    # active features have nonzero gradient; cheaper than scanning n times as many activations
+    fired = (on_decoder != 0).any(dim=1)
     auxiliary = x.new_zeros(())
     if auxk and dead is not None:
         revived = _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
@@ -247,9 +248,9 @@ def _evaluate(
 def _revive(
     dead: Tensor, auxk: float, pre: Tensor, error: Tensor, decoder: Tensor, on_pre: Tensor, on_decoder: Tensor
 ) -> Tensor:
-    """Return mean (x − x̂ − ê)²; add ``auxk`` times its gradients, in place, to those of ``pre`` and the decoder.
+    """Compute mean (x − x̂ − ê)²; adds ``auxk`` times its gradients, in place, to ``on_pre`` and ``on_decoder``.
 
-    The error is a constant here: only dead features learn from it.
+    The error is treated as constant: only dead features receive gradients.
     """
     places = dead.nonzero().squeeze(1)
     if not len(places):
@@ -269,7 +270,7 @@ def _revive(
 
 
 class Learner:
-    """A prepared dictionary that learns, on its device; ``measured`` and ``grad_norm`` are of the last step."""
+    """Trains a prepared dictionary on its device; ``measured`` and ``grad_norm`` describe the latest step."""
 
     measured: StepMeasures
     grad_norm: Tensor
@@ -288,7 +289,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.parameters, self.rate(), fused=True)
 
     def rate(self) -> float:
-        """Return the learning rate of the next step: it rises over the first and falls over the last steps."""
+        """Compute the next step's learning rate: linear warmup, then constant, then linear decay."""
         settings = self.settings
         rising = settings.warmup * settings.steps
         falling = settings.decay * settings.steps
@@ -300,7 +301,7 @@ class Learner:
         return settings.learning_rate(self.dictionary.features) * max(0.0, reached)
 
     def update(self, batch: Tensor) -> None:
-        """Take a step on raw rows [n, d]."""
+        """Run one optimizer step on raw rows [n, d]."""
         limit = self.settings.max_grad_norm
         if limit is None:
             limit = float("inf")
@@ -314,19 +315,19 @@ class Learner:
         self.step += 1
 
     def state(self) -> dict[str, object]:
-        """Return what the steps so far have changed, under the names that runs of 0.2.0 have."""
+        """Collect training state, using names from version 0.2.0."""
         weights = {f"{PREFIX}{name}": value for name, value in self.dictionary.state_dict().items()}
         return {"global_step": self.step, "state_dict": weights, "optimizer_states": [self.optimizer.state_dict()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``."""
+        """Restore training from ``state``."""
         weights = {name.removeprefix(PREFIX): value for name, value in state["state_dict"].items()}
         self.dictionary.load_state_dict(weights)
         self.optimizer.load_state_dict(state["optimizer_states"][0])
         self.step = int(state["global_step"])
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Return the loss of raw rows [n, d]; keep which features fired, and the running threshold."""
+        """Compute the loss for raw rows [n, d], updating firing counts and running threshold."""
         dead = None
         if self.auxk:
             dead = self.dictionary.since_fired > self.dead_rows
@@ -346,7 +347,7 @@ class Learner:
 
 
 def build_sae(d: int, component: SaeComponent, seed: int) -> SparseAutoencoder:
-    """Return a dictionary for rows of width d with its first weights, not yet prepared."""
+    """Build an initialized dictionary for rows of width d; call ``prepare`` before training."""
     return SparseAutoencoder(d, component.num_features(d), component.name, component.options, seed)
 
 
@@ -360,9 +361,9 @@ def fit_sae(
     frozen_decoder: bool = False,
     device: torch.device | str = "cpu",
 ) -> SparseAutoencoder:
-    """Train a dictionary of the first ``num_rows`` rows as `posttrain sae train` does; it takes raw activations.
+    """Train a dictionary on the first ``num_rows`` rows like `posttrain sae train`; returns one for raw activations.
 
-    ``frozen_decoder``: the encoder alone, on random directions: the baseline that knows nothing of the model.
+    ``frozen_decoder``: train only the encoder, on random directions: a baseline independent of the model.
     """
     sae = build_sae(rows.d, component, seed).to(device)
     sae.prepare(sample_rows(rows, num_rows, seed).to(device))
@@ -379,10 +380,10 @@ def fit_sae(
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A dictionary on some rows.
+    """Dictionary quality on held-out rows.
 
-    ``fvu``; ``l0`` features per row; ``silent``, ``dense``: shares of features that no row activates, and that are
-    active on more than a tenth of the rows.
+    ``fvu``; ``l0``: features per row; ``silent``, ``dense``: fraction of features never active, and active on over a
+    tenth of rows.
     """
 
     rows: int
@@ -392,25 +393,25 @@ class Quality:
     dense: float
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers for ``metrics.jsonl``."""
+        """Convert to numbers for ``metrics.jsonl``."""
         return {"fvu": self.fvu, "l0": self.l0, "silent": self.silent, "dense": self.dense}
 
 
 def in_batches(rows: StoreRows, start: int, end: int, size: int = 4096) -> Iterator[Tensor]:
-    """Yield [n, d] of the rows ``start`` … ``end`` in their order."""
+    """Yield [n, d] for rows ``start`` … ``end``, in order."""
     for first in range(start, end, size):
         yield rows.gather(torch.arange(first, min(first + size, end)))
 
 
 def median_norm(rows: StoreRows) -> float:
-    """Return the median norm of all rows."""
+    """Compute the median norm over all rows."""
     norms = [x.norm(dim=1) for x in in_batches(rows, 0, rows.num_rows)]
     return float(torch.cat(norms).double().median())
 
 
 @torch.no_grad()
 def measure_quality(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Quality:
-    """Measure quality on batches [n, d] of raw activations, on the dictionary's device."""
+    """Measure quality on raw activation batches [n, d], on the dictionary's device."""
     device = sae.b_dec.device
     total = torch.zeros(sae.d, dtype=torch.float64, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -422,7 +423,7 @@ def measure_quality(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Qualit
         x = batch.to(device)
         features = sae.encode(x)
         errors += (sae.decode(features) - x).double().square().sum()
-        # about a point near the mean, so that subtracting two large sums does not cost digits
+        # shift by an approximate center, to avoid cancellation between large sums
         if shift is None:
             shift = x.double().mean(0)
         moved = x.double() - shift
@@ -430,7 +431,7 @@ def measure_quality(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Qualit
         squares += moved.square().sum()
         active += (features > 0).sum(0)
         count += len(x)
-    assert count > 0, "there are rows to measure on"
+    assert count > 0, "no rows to measure"
     variance = squares - total.square().sum() / count
     return Quality(
         rows=count,
@@ -445,16 +446,16 @@ def measure_quality(sae: SparseAutoencoder, batches: Iterable[Tensor]) -> Qualit
 def recover(
     model: Model, sae: SparseAutoencoder, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
 ) -> dict[str, float]:
-    """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
+    """Measure recovered cross-entropy on documents (token ids), averaged over predicted tokens, in nats.
 
-    Returns ``tokens`` (how many were predicted), ``ce``, ``ce_spliced``, ``ce_zero`` and ``ce_recovered``. The first
-    token of a document, and activations with a norm above ``limit``, stay as they are: a dictionary does not learn
+    Returns ``tokens`` (predicted tokens), ``ce``, ``ce_spliced``, ``ce_zero`` and ``ce_recovered``. Each document's
+    first token, and activations with a norm above ``limit``, are never replaced: dictionaries are not trained on
     them.
     """
     device = device_of(model)
     texts = [torch.tensor([list(ids)], device=device) for ids in documents if len(ids) > 1]
     if not texts:
-        raise UsageError("eval.documents: splicing takes a document of two tokens; none that is held out has them")
+        raise UsageError("eval.documents: splicing needs at least 2 tokens, but held-out documents are shorter")
 
     def but_for_outliers(change: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         flat = values.reshape(-1, values.shape[-1]).float()
@@ -477,7 +478,7 @@ def recover(
         return total / count
 
     count = sum(tokens.shape[1] - 1 for tokens in texts)
-    with phase("measuring the model with the dictionary in place", 3 * len(texts), "documents") as measured:
+    with phase("measuring the model with the dictionary spliced in", 3 * len(texts), "documents") as measured:
         ce = cross_entropy(None)
         spliced = cross_entropy(sae.to(device))
         zero = cross_entropy(torch.zeros_like)

@@ -1,10 +1,10 @@
-"""A dictionary of features: a sparse autoencoder of one model's activations, or of the difference of two models'.
+"""Sparse autoencoder ("dictionary") for one model's activations, or for the difference between two models.
 
 pre = (x − b_dec) · W_enc + b_enc     f = the kind's selection of pre     x̂ = f · W_dec + b_dec
 
-Its folder has SAELens's layout: ``sae_weights.safetensors`` (``W_enc`` [d, F], ``W_dec`` [F, d], ``b_enc`` [F],
-``b_dec`` [d], and for jumprelu ``threshold`` [F]) and ``cfg.json``. The architectures are standard, topk and jumprelu,
-which a BatchTopK dictionary becomes. A tensor that is not used, or a setting that would change the result, is refused.
+Folders use SAELens's layout: ``sae_weights.safetensors`` (``W_enc`` [d, F], ``W_dec`` [F, d], ``b_enc`` [F],
+``b_dec`` [d], plus ``threshold`` [F] for jumprelu) and ``cfg.json``. Architectures: standard, topk and jumprelu;
+BatchTopK dictionaries are saved as jumprelu. Unknown tensors, and settings that would change results, are refused.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ from posttrain.registry import find, register
 from posttrain.store.durable import replace_file, storage_errors, write_json
 from posttrain.untrusted import first_fault
 
-# The kinds of sparse dictionaries are pure, differentiable functions of the pre-activations. On inputs scaled to
-# E‖x‖ = √d and decoder rows of norm 1, all of them share the loss
+# Dictionary kinds are pure, differentiable functions of pre-activations. Inputs are scaled to E‖x‖ = √d and decoder
+# rows have norm 1; all kinds share the loss
 #
 #     loss = mean over rows of [ mean over the d coordinates of (x − x̂)² + penalty ]
 #
-# so a penalty is per row, and is weighed against a squared error that is *averaged* over d: an error that is summed
-# over d needs a coefficient that is d times as large.
+# Penalties are per row, relative to a squared error *averaged* over d: with an error summed over d, coefficients are d
+# times larger.
 #
-# ``needs_rank``: the features of a row compete for a place, so the losers have something to learn from (AuxK).
-# ``architecture``: the name in SAELens's layout, and how the trained dictionary is used: ``standard`` relu(pre),
-# ``jumprelu`` relu(pre)·(pre > threshold), ``topk`` the k largest of a row.
+# ``needs_rank``: a row's features compete, so AuxK trains the losers. ``architecture``: inference form in SAELens's
+# layout: ``standard`` relu(pre), ``jumprelu`` relu(pre)·(pre > threshold), ``topk`` the k largest per row.
 
 Rows = Float[Tensor, "n F"]
 
-MIN_SAMPLE_ROWS = 256  # for the threshold of a batch
+MIN_SAMPLE_ROWS = 256  # for computing the batch threshold
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Result of a kind for a batch.
+    """Features computed for a batch.
 
-    ``features`` [n, F], none negative. ``penalty``: mean over the rows, differentiable; None where sparsity is by
-    construction. ``threshold`` [F]: the new value of the running threshold; None where it stays.
+    ``features`` [n, F], nonnegative. ``penalty``: averaged over rows, differentiable; None if sparse by construction.
+    ``threshold`` [F]: updated running threshold; None if unchanged.
     """
 
     features: Tensor
@@ -64,12 +63,12 @@ class Codes:
 def l1(pre: Rows, threshold: Tensor, progress: float, *, coefficient: float = 3e-4, warmup: float = 0.05) -> Codes:
     """f = relu(pre), penalty = coefficient · Σⱼ fⱼ‖dⱼ‖ (Bricken et al. 2023; ‖dⱼ‖ = 1 here).
 
-    The original recipe's 3e-4 belongs to an error averaged over d = 5120, as here; it equals 1.54 with a summed error.
-    At another d, the same sparsity wants coefficient · d unchanged.
+    The original recipe uses 3e-4 with an error averaged over d = 5120, matching this convention; with summed error it
+    equals 1.54. For a different d, keep coefficient · d constant for the same sparsity.
 
     Args:
-        coefficient: of the sum of a row's features.
-        warmup: the coefficient rises from 0 over this share of the training.
+        coefficient: weight for the sum of a row's features.
+        warmup: fraction of training over which the coefficient rises from 0.
     """
     features = torch.relu(pre)
     reached = 1.0
@@ -81,7 +80,7 @@ def l1(pre: Rows, threshold: Tensor, progress: float, *, coefficient: float = 3e
 
 @register("dictionary", architecture="topk", needs_rank=True)
 def topk(pre: Rows, threshold: Tensor, progress: float, *, k: int = 32) -> Codes:
-    """The k largest pre-activations of each row, where positive (Gao et al. 2024).
+    """Keep the k largest positive pre-activations per row (Gao et al. 2024).
 
     Args:
         k: features per row.
@@ -93,42 +92,42 @@ def topk(pre: Rows, threshold: Tensor, progress: float, *, k: int = 32) -> Codes
 def batchtopk(
     pre: Rows, threshold: Tensor, progress: float, *, k: float = 32, sample: float = 1 / 16, average: float = 0.05
 ) -> Codes:
-    """The n·k largest positive pre-activations of a batch of n rows (Bussmann, Leask & Nanda 2024).
+    """Keep the n·k largest positive pre-activations in a batch of n rows (Bussmann, Leask & Nanda 2024).
 
-    The threshold is found in a sample of the rows, because selecting among all of them takes longer than the matrix
-    products. The trained dictionary, which reads each row alone, uses its running average.
+    The threshold is estimated on a subset of rows, because selection over the full batch takes longer than the matrix
+    products. The trained dictionary processes rows independently, using the running average threshold.
 
     Args:
-        k: features per row, on average.
-        sample: share of the rows in which the threshold is found, at least 256 rows; 1 for the exact selection.
-        average: weight of a batch in the running average.
+        k: average features per row.
+        sample: fraction of rows for estimating the threshold, at least 256 rows; 1 selects exactly.
+        average: weight for the latest batch in the running average.
     """
     num_rows = max(MIN_SAMPLE_ROWS, math.ceil(len(pre) * sample))
     values = pre.detach()[:num_rows].reshape(-1)
     count = min(max(1, round(len(values) * k / pre.shape[1])), len(values) - 1)
     largest = values.topk(count + 1, sorted=False).values
-    bound = largest.amin().clamp_min(0.0)  # the first that is not kept
+    bound = largest.amin().clamp_min(0.0)  # largest dropped value
     latest = bound.to(threshold)
     running = torch.where(threshold > 0, threshold.lerp(latest, average), latest)
-    # zero where it is not above the bound: one pass, and one for its gradient
+    # zero at or below the bound: one pass forward, one backward
     return Codes(torch.nn.functional.threshold(pre, float(bound), 0.0), threshold=running)
 
 
 def keep_largest(pre: Rows, k: int) -> Tensor:
-    """Return the k largest entries of each row where positive, zero elsewhere."""
+    """Keep the k largest positive entries per row, zero elsewhere."""
     values, places = pre.topk(min(k, pre.shape[1]), dim=-1, sorted=False)
     return torch.zeros_like(pre).scatter(-1, places, torch.relu(values))
 
 
 class SparseAutoencoder(nn.Module):
-    """Weights of a dictionary that encodes and decodes activations [n, d].
+    """Encoder and decoder weights of a sparse autoencoder for activations [n, d].
 
-    ``kind`` and ``options`` are of a component of kind ``sae``. First weights: random decoder rows of norm 1,
-    the encoder their transpose.
+    ``kind`` and ``options`` select a registered ``dictionary`` component. Decoder rows are initialized randomly with
+    norm 1, the encoder as their transpose.
 
     Parameters: ``W_enc`` [d, F], ``W_dec`` [F, d], ``b_enc`` [F], ``b_dec`` [d]. Buffers: ``threshold`` [F],
-    ``input_scale`` [1], which activations are multiplied by before anything else (``fold`` puts it into the weights),
-    ``since_fired`` [F], rows seen since a feature was active.
+    ``input_scale`` [1], multiplied into activations first (``fold`` merges it into the weights), ``since_fired`` [F],
+    rows since last activation.
     """
 
     threshold: Tensor
@@ -164,9 +163,9 @@ class SparseAutoencoder(nn.Module):
         self.register_buffer("since_fired", torch.zeros(num_features, dtype=torch.int64))
 
     def encode(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Return the features [n, F] of activations [n, d], each row by itself.
+        """Encode activations [n, d] to features [n, F], independently per row.
 
-        ``chosen``, int64 [S]: these alone, [n, S]; no others are computed where features do not compete.
+        ``chosen``, int64 [S]: compute only these features, [n, S]; topk still computes all, because they compete.
         """
         centred = self.scaled(x) - self.b_dec
         if self.architecture == "topk":
@@ -189,35 +188,35 @@ class SparseAutoencoder(nn.Module):
         return positive * (pre > threshold)
 
     def decode(self, features: Tensor) -> Tensor:
-        """Return activations [n, d] from features [n, F]."""
+        """Decode features [n, F] to activations [n, d]."""
         return (features.to(self.W_dec.dtype) @ self.W_dec + self.b_dec) / self.input_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the reconstruction of ``x``."""
+        """Reconstruct ``x``."""
         return self.decode(self.encode(x))
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Return activations [n, d] as training sees them, multiplied by ``input_scale``."""
+        """Scale activations [n, d] by ``input_scale``."""
         return x.to(self.W_enc.dtype) * self.input_scale
 
     @torch.no_grad()
     def prepare(self, sample: Tensor) -> None:
-        """Set ``input_scale`` so that E‖x‖ = √d, and ``b_dec`` to the mean, from a sample of activations [n, d]."""
+        """Set ``input_scale`` for E‖x‖ = √d, and ``b_dec`` to the average, from sample activations [n, d]."""
         x = sample.float()
         norms = x.norm(dim=1, keepdim=True).mean(0)
         if not bool(norms > 0) or not bool(torch.isfinite(norms)):
-            raise UsageError("the activations are all zero, or not finite: there is nothing to learn from them")
+            raise UsageError("activations are all zero or not finite, so training is impossible")
         self.input_scale.copy_(math.sqrt(self.d) / norms)
         self.b_dec.copy_(x.mean(0) * self.input_scale)
 
     @torch.no_grad()
     def normalize(self) -> None:
-        """Bring the decoder rows back to norm 1."""
+        """Normalize decoder rows to norm 1."""
         self.W_dec.div_(self.W_dec.norm(dim=1, keepdim=True).clamp_min(1e-12))
 
     @torch.no_grad()
     def fold(self) -> SparseAutoencoder:
-        """Put ``input_scale`` into the weights, in place; decoder rows keep norm 1. Returns this dictionary."""
+        """Merge ``input_scale`` into biases and threshold, in place; returns self. Decoder rows keep norm 1."""
         for values in (self.b_enc, self.b_dec, self.threshold):
             values.div_(self.input_scale)
         self.input_scale = torch.ones_like(self.input_scale)
@@ -228,14 +227,14 @@ class SparseAutoencoder(nn.Module):
 
 WEIGHTS = "sae_weights.safetensors"
 CONFIG = "cfg.json"
-LAYOUT_VERSION = "6.0.0"  # SAELens refuses older ones
-_MISSING = "there is no such file; a dictionary is a folder with cfg.json and weights"
+LAYOUT_VERSION = "6.0.0"  # SAELens refuses older versions
+_MISSING = "missing file; a dictionary is a folder with cfg.json and weights"
 _KINDS = {"standard": "l1", "topk": "topk", "jumprelu": "batchtopk"}
 _HOOK = re.compile(r"blocks\.([0-9]{1,6})\.hook_resid_(pre|post)")
 
 
 def site_of_hook(hook: str | None) -> str | None:
-    """Return ``resid.20`` for ``blocks.19.hook_resid_post`` and ``blocks.20.hook_resid_pre``; None for another hook."""
+    """Map ``blocks.19.hook_resid_post`` and ``blocks.20.hook_resid_pre`` to ``resid.20``; other hooks to None."""
     match = _HOOK.fullmatch(hook or "")
     if not match:
         return None
@@ -248,9 +247,9 @@ def site_of_hook(hook: str | None) -> str | None:
 
 
 def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, object] | None = None) -> Path:
-    """Write a dictionary that takes raw activations (``input_scale`` folded into the weights), and return its folder.
+    """Save a dictionary for raw activations (``input_scale`` merged), and return its folder.
 
-    ``metadata``: what it was trained on, as plain data. Other tools look for ``model_name`` and ``hook_name``.
+    ``metadata``: plain data about training. Other tools expect ``model_name`` and ``hook_name``.
     """
     place = Path(folder)
     folded = copy.deepcopy(sae).to("cpu", torch.float32).fold()
@@ -281,7 +280,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, metadata: Mapping[str, 
 
 
 def _shapes(sae: SparseAutoencoder) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a dictionary's file."""
+    """List expected tensor shapes in a dictionary file."""
     d = sae.d
     features = sae.features
     shapes: dict[str, tuple[int, ...]] = {
@@ -296,7 +295,7 @@ def _shapes(sae: SparseAutoencoder) -> dict[str, tuple[int, ...]]:
 
 
 class Metadata(BaseModel, extra="allow"):
-    """The part of ``cfg.json`` about what a dictionary was trained on; all of it may be missing."""
+    """Training metadata in ``cfg.json``; all fields are optional."""
 
     models: list[dict[str, Any]] | None = None
     model_name: str | None = None
@@ -306,7 +305,7 @@ class Metadata(BaseModel, extra="allow"):
 
 
 class _Configuration(BaseModel):
-    """The settings of ``cfg.json``; those that would change the result have the only values that can be used."""
+    """Settings in ``cfg.json``; fields affecting results accept only supported values."""
 
     architecture: Literal["standard", "topk", "jumprelu"] = "standard"
     d_in: PositiveInt
@@ -320,11 +319,11 @@ class _Configuration(BaseModel):
     activation_fn_str: Literal["relu"] | None = None
     finetuning_scaling_factor: Literal[False] | None = None
     metadata: Metadata | None = None
-    hook_name: str | None = None  # SAELens before version 6 has it here
+    hook_name: str | None = None  # location used by SAELens before version 6
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """Read what a dictionary was trained on; a missing site is filled in from the hook's name."""
+    """Read training metadata, deriving a missing site from the hook name."""
     configuration = _read_configuration(Path(folder) / CONFIG)
     metadata = configuration.metadata or Metadata()
     site = metadata.site or site_of_hook(metadata.hook_name or configuration.hook_name)
@@ -332,10 +331,10 @@ def read_metadata(folder: str | Path) -> Metadata:
 
 
 def load_sae(folder: str | Path) -> SparseAutoencoder:
-    """Load a dictionary on raw activations in fp32, from a folder that this package or SAELens wrote.
+    """Load a dictionary for raw activations in fp32, from a folder in SAELens layout.
 
     Raises:
-        DataError: damaged files, shapes that do not fit, or a dictionary that cannot be used here.
+        DataError: damaged files, wrong shapes, or an unsupported dictionary.
     """
     place = Path(folder)
     configuration = _read_configuration(place / CONFIG)
@@ -343,12 +342,12 @@ def load_sae(folder: str | Path) -> SparseAutoencoder:
     options: dict[str, object] = {}
     if architecture == "topk":
         if configuration.k is None:
-            raise DataError(place / CONFIG, "says nothing of k, which a topk dictionary needs; add it")
+            raise DataError(place / CONFIG, "k is missing, but required for topk; add it")
         options["k"] = configuration.k
     sae = SparseAutoencoder(configuration.d_in, configuration.d_sae, _KINDS[architecture], options)
     tensors = _read_weights(place / WEIGHTS, _shapes(sae), architecture)
     if architecture == "topk" and configuration.rescale_acts_by_decoder_norm:
-        norms = tensors["W_dec"].norm(dim=1)  # its features are those of a dictionary with rows of norm 1
+        norms = tensors["W_dec"].norm(dim=1)  # rescale to decoder rows with norm 1
         tensors["W_enc"] = tensors["W_enc"] * norms
         tensors["b_enc"] = tensors["b_enc"] * norms
         tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
@@ -367,33 +366,33 @@ def _read_configuration(path: Path) -> _Configuration:
         raise DataError(path, _MISSING) from None
     except ValidationError as error:
         fault = first_fault(error)
-        raise DataError(path, f"this dictionary cannot be used here ({fault}); convert it with SAELens") from None
+        raise DataError(path, f"unsupported dictionary ({fault}); convert it with SAELens") from None
     except OSError as error:
         raise DataError(path, f"cannot be read ({error})") from None
 
 
 def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, Tensor]:
-    """Read the tensors of a file, and refuse one that is missing, has another shape, or is not used here."""
+    """Load tensors from a file, refusing missing, misshapen or unknown ones."""
     try:
         tensors = {name: value.float() for name, value in load_file(path).items()}
     except FileNotFoundError:
         raise DataError(path, _MISSING) from None
     except (OSError, SafetensorError) as error:
         raise DataError(path, f"cannot be read ({error})") from None
-    scale = tensors.get("scaling_factor")  # files of SAELens before version 6 hold ones, which scale nothing
+    scale = tensors.get("scaling_factor")  # SAELens before version 6 stores ones, which have no effect
     if scale is not None and bool((scale == 1).all()):
         del tensors["scaling_factor"]
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
+        raise DataError(path, f"missing tensors: {', '.join(missing)}; found: {', '.join(sorted(tensors))}")
     unused = sorted(tensors.keys() - shapes.keys())
     if unused:
         raise DataError(
             path,
-            f"has tensors that a {architecture} dictionary does not use: {', '.join(unused)}. It is of another "
-            f"architecture than cfg.json says; here are {', '.join(_KINDS)}",
+            f"unused tensors for architecture {architecture}: {', '.join(unused)}. Correct the architecture in "
+            f"cfg.json; supported: {', '.join(_KINDS)}",
         )
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
-            raise DataError(path, f"{name} has the shape {tuple(tensors[name].shape)}, but cfg.json means {shape}")
+            raise DataError(path, f"{name} has shape {tuple(tensors[name].shape)}, but cfg.json implies {shape}")
     return tensors

@@ -1,4 +1,4 @@
-"""A recipe that trains a dictionary: activations, kind, training. Its section is ``dictionary``. No torch."""
+"""Recipe for training a dictionary: activations, kind, training. Section ``dictionary``. No torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.sections import Component, ComponentList, ModelSection, Section, as_list
 
 SECTION = "dictionary"
-# The source of a store with base and post that is neither of them: what training added.
+# Source name for post − base in paired recordings: isolates changes from training.
 DIFFERENCE = "difference"
-ACTIVATIONS = "activations"  # the folder of the recording inside a run
+ACTIVATIONS = "activations"  # recording folder inside a run
 
 
 class ActivationsSection(Section):
-    """The activations to learn from: a ``folder`` of `posttrain activations`, or a recording that is made first.
+    """Training activations: a ``folder`` from `posttrain activations`, or a recording made first.
 
-    ``site``: such as ``resid.20``, the output of the 20th block. ``source``: of a folder with two models ``base``,
-    ``post`` or their ``difference`` (post − base). To record: a ``model``, a ``site`` and one of ``task``, ``text`` (a
-    file) and ``rollouts`` (a run).
+    ``site``: such as ``resid.20``, the output of the 20th block. ``source``: for paired recordings ``base``, ``post``
+    or their ``difference`` (post − base). To record: give a ``model``, a ``site`` and one of ``task``, ``text``
+    (file) or ``rollouts`` (run).
     """
 
     folder: str | None = None
@@ -45,18 +45,18 @@ class ActivationsSection(Section):
     def _check(self) -> Self:
         texts = [key for key in ("task", "text", "rollouts") if getattr(self, key) is not None]
         if (self.folder is None) == (self.model is None):
-            raise ValueError("give either 'folder', with activations, or the 'model' whose activations are recorded")
+            raise ValueError("give either 'folder' with activations, or 'model' to record them")
         if self.model is not None and (len(texts) != 1 or self.site is None):
-            raise ValueError("to record, give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'")
+            raise ValueError("to record, give 'site', such as resid.20, and one of 'task', 'text' and 'rollouts'")
         if self.folder is not None and texts:
-            raise ValueError("'folder' has its texts already; leave out 'task', 'text' and 'rollouts'")
+            raise ValueError("'folder' already contains texts; remove 'task', 'text' and 'rollouts'")
         return self
 
 
 class SaeComponent(Component):
-    """A kind of dictionary with its options, and how large it is.
+    """Dictionary kind with options and size.
 
-    ``expansion``: features for each coordinate of an activation, unless ``features`` says how many.
+    ``expansion``: features per activation dimension, unless ``features`` is given.
     """
 
     expansion: float = Field(default=8.0, gt=0)
@@ -69,13 +69,12 @@ class SaeComponent(Component):
 
 
 class SaeTrainSection(Section):
-    """The training: ``steps`` of ``batch`` rows; epochs follow one another without a gap.
+    """Training settings: ``steps`` with ``batch`` rows each; epochs are consecutive without gaps.
 
-    ``lr``: by default 3e-4·√(2¹⁴/F), at most 1e-3; it rises over the first ``warmup`` and falls over the last
-    ``decay`` share of the steps. ``auxk``: weight of the loss that revives features that have not fired for
-    ``dead_after`` · steps · batch rows; by default 1/32 for kinds in which features compete, else 0. ``precision``:
-    of the matrix products; weights and sums are fp32. bf16 suits GPUs; many CPUs take ten times as long in it.
-    ``save_every: 0``: at the end only.
+    ``lr``: default 3e-4·√(2¹⁴/F), at most 1e-3; ``warmup`` and ``decay``: fractions of steps with rising and falling
+    rate. ``auxk``: weight for the loss reviving features inactive for ``dead_after`` · steps · batch rows; default
+    1/32 for kinds with competing features, else 0. ``precision``: for matrix products; weights and sums are fp32.
+    bf16 suits GPUs; many CPUs are ten times slower with it. ``save_every: 0``: save only after training.
     """
 
     steps: int = Field(default=2000, ge=1)
@@ -95,7 +94,7 @@ class SaeTrainSection(Section):
 
     @property
     def schedule(self) -> str:
-        """The learning rates depend on ``steps``, so these cannot change when a run is resumed."""
+        """Name the step-dependent schedule; it prevents changing ``steps`` on resume."""
         return "warmup and decay"
 
     def learning_rate(self, num_features: int) -> float:
@@ -105,10 +104,10 @@ class SaeTrainSection(Section):
 
 
 class SaeEvalSection(Section):
-    """Measuring on ``rows`` that are held out, every ``every`` steps (0: never) and at the end.
+    """Measure on ``rows`` held-out rows, every ``every`` steps (0: never) and after training.
 
-    ``documents``: the number of held-out documents on which the reconstruction is put into the model, to measure how
-    much of its predictions is recovered; 0: the model is not loaded.
+    ``documents``: held-out documents for measuring recovered predictions with the reconstruction spliced into the
+    model; 0: the model is not loaded.
     """
 
     rows: int = Field(default=16_384, ge=1)
@@ -117,7 +116,7 @@ class SaeEvalSection(Section):
 
 
 class SaeRecipe(Content):
-    """One dictionary. ``track``: where the metrics are shown besides ``metrics.jsonl``."""
+    """Dictionary recipe. ``track``: trackers receiving metrics, besides ``metrics.jsonl``."""
 
     label = "a recipe of a dictionary"
 
@@ -129,15 +128,15 @@ class SaeRecipe(Content):
     track: Annotated[ComponentList, BeforeValidator(as_list)] = Field(default_factory=list)
 
     def rules(self) -> Iterator[Rule]:
-        """Refuse to put a dictionary of a difference into a model."""
+        """Refuse splicing a difference dictionary into a model."""
         yield (
             self.activations.source == DIFFERENCE and self.eval.documents > 0,
             "eval.documents",
-            ": only a dictionary of one model can be put into it; set it to 0 for a difference",
+            ": difference dictionaries cannot be spliced into a model; set it to 0",
         )
 
     def resolve(self) -> SaeRecipe:
-        """Return the recipe with the options of every component checked and all their defaults filled in."""
+        """Validate component options and fill in defaults."""
         resolved = self.model_copy(deep=True)
         resolved.dictionary = complete_component(resolved.dictionary, "dictionary", "dictionary")
         activations = resolved.activations
@@ -152,11 +151,11 @@ class SaeRecipe(Content):
 
 
 def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> SaeRecipe:
-    """Read a recipe, apply dotted overrides, validate. Components are checked by ``resolve``."""
+    """Load a recipe, apply dotted overrides, validate. Components are checked by ``resolve``."""
     document = Document.load(SaeRecipe, name_or_path).extend()
     if SECTION not in document.content:
         raise RecipeError(
-            f"{document.place}: this trains no dictionary (it has no section {SECTION!r}); run it with: "
+            f"{document.place}: not a dictionary recipe (section {SECTION!r} is missing); use: "
             f"posttrain train {name_or_path}"
         )
     return document.override(overrides).check()

@@ -1,7 +1,7 @@
-"""Training a dictionary as a run: the steps of ``fitting``, with metrics and checkpoints.
+"""Train a dictionary as a run: steps from ``fitting``, with metrics and checkpoints.
 
-A checkpoint has the weights, the optimizer and the step, from which learning rate and data follow, so that a killed run
-continues bit for bit. Everything else that a step changes is a buffer of the dictionary.
+Checkpoints store weights, optimizer and step, which determines learning rate and data, so an interrupted run resumes
+bit for bit. All remaining state is in dictionary buffers.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, buil
 from posttrain.training.files import Observer, RunFiles
 
 STATE = "state.ckpt"
-# inside a run
+# Inside a run.
 DICTIONARY = "dictionary"
 RESULTS = "dictionary.json"
 
 
 @dataclass(frozen=True)
 class TrainedDictionary:
-    """Result of a training: ``reason`` is ``finished`` or ``interrupted``; ``quality`` is on the held-out rows."""
+    """Training result: ``reason`` is ``finished`` or ``interrupted``; ``quality`` on held-out rows."""
 
     dictionary: SparseAutoencoder
     step: int
@@ -73,7 +73,7 @@ class TrainedDictionary:
 
     @property
     def evaluations(self) -> dict[str, dict[str, float]]:
-        """The quality by name, for ``runs.launch``."""
+        """Quality metrics for ``runs.launch``."""
         return {"held_out": self.quality.numbers()}
 
 
@@ -86,7 +86,7 @@ def train_run(
     should_stop: Callable[[], bool],
     allow_large: bool,
 ) -> TrainedDictionary:
-    """Record activations if the recipe says so, train, measure, and write the dictionary."""
+    """Record activations if configured, train, measure, and save the dictionary."""
     assert isinstance(recipe, SaeRecipe)
 
     def notify(message: str) -> None:
@@ -107,7 +107,7 @@ def train_run(
             should_stop=should_stop,
         )
     except UsageError:
-        if not resume:  # so that the empty run can be removed
+        if not resume:  # allows removing the empty run
             shutil.rmtree(files.folder / ACTIVATIONS, ignore_errors=True)
         raise
     finally:
@@ -118,7 +118,7 @@ def train_run(
         held_out: dict[str, float] = trained.quality.numbers() | {"rows": trained.quality.rows}
         results: dict[str, object] = {"held_out": held_out}
         if recipe.eval.documents:
-            notify(f"measures on {recipe.eval.documents:,} documents what the dictionary keeps of the model")
+            notify(f"measuring recovered predictions on {recipe.eval.documents:,} documents")
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
         write_json(files.folder / RESULTS, results)
     return trained
@@ -127,9 +127,9 @@ def train_run(
 def open_or_record(
     recipe: SaeRecipe, run: Path, notify: Callable[[str], None], *, allow_large: bool = False
 ) -> ActivationStore:
-    """Open the activations that a recipe names, or the run's own recording, which is made where it is not finished.
+    """Open the recipe's activations, or the run's recording, recording it if unfinished.
 
-    Every file of a recording that is used again is compared with its hash first (about a second per GB).
+    Reused recordings are verified by file hash (about a second per GB).
     """
     section = recipe.activations
     place = run / ACTIVATIONS
@@ -140,7 +140,7 @@ def open_or_record(
     model = section.model
     assert model is not None, "the section's validator"
     assert section.site is not None, "the section's validator"
-    check_layers(model.name, [section.site])  # before texts are read
+    check_layers(model.name, [section.site])  # before reading texts
     rollouts = None
     if section.rollouts is not None:
         rollouts = Path(section.rollouts)
@@ -171,7 +171,7 @@ def open_or_record(
 
 
 def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, object]:
-    """Return metadata for ``save_sae``: the model, the place in it, and the training."""
+    """Build metadata for ``save_sae``: model, site and training."""
     index = rows.store.index
     site = rows.site
     used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
@@ -191,7 +191,7 @@ def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[st
 
 
 def _recovered(rows: StoreRows, recipe: SaeRecipe, sae: SparseAutoencoder) -> dict[str, float]:
-    """Put the dictionary into its model, on the last ``eval.documents`` held-out documents."""
+    """Splice the dictionary into its model, measuring on the last ``eval.documents`` held-out documents."""
     store = rows.store
     first = first_held_out(rows, recipe.eval.rows, recipe.train.batch)
     held_out = store.documents(torch.arange(first, store.num_rows)).unique().tolist()
@@ -212,12 +212,12 @@ def train_sae(
     observer: Observer = lambda event, info: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainedDictionary:
-    """Train as a resolved recipe says, from its newest checkpoint with ``resume``; the last rows are held out.
+    """Train from a resolved recipe; with ``resume``, continue from the newest checkpoint. The last rows are held out.
 
     Raises:
         UsageError: too few rows.
-        NonFiniteLoss: the loss is NaN or infinite; the last checkpoint is as it was.
-        CheckpointError: there are checkpoints, and none verifies.
+        NonFiniteLoss: loss or gradient norm is not finite; the last checkpoint is unchanged.
+        CheckpointError: checkpoints exist, but all fail verification.
     """
     settings = recipe.train
     device = _choose_device(recipe.train.device)
@@ -256,7 +256,7 @@ def train_sae(
 
 
 class _Records:
-    """The metrics, measures and checkpoints of a training, each after the steps at which it is due."""
+    """Writes metrics, measurements and checkpoints at their scheduled steps."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class _Records:
         self._logged_at: tuple[int, float] | None = None
 
     def after_step(self, is_stopped: bool) -> None:
-        """Log, measure and save where that is due; ``is_stopped``: this was the last step for now."""
+        """Log, measure and save if due; ``is_stopped``: training stops after this step."""
         step = self.learner.step
         settings = self.recipe.train
         is_last = step >= settings.steps
@@ -291,7 +291,7 @@ class _Records:
             self._save(step)
 
     def _numbers(self) -> dict[str, float]:
-        """Return the metrics of the step that was just made."""
+        """Collect metrics for the latest step."""
         measured = self.learner.measured
         terms = {
             "squared_error": float(measured.squared_error),
@@ -331,7 +331,7 @@ class _Records:
         final = step_folder(self.checkpoints, step)
         aside = self.checkpoints / f"{ASIDE}{final.name}"
         self.metrics.flush()
-        state = {  # by which a resumed run notices that its recipe or its records were changed
+        state = {  # lets a resumed run detect a changed recipe or records
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
             "records": {"metrics": self.metrics.num_rows()},
@@ -349,39 +349,39 @@ class _Records:
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:
-    """Return the state of a checkpoint; reading it runs no code.
+    """Load training state from a checkpoint, without executing code.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: unexpected contents.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
-        raise CheckpointError(f"{path}: no state of a training ({type(error).__name__}); start again") from None
+        raise CheckpointError(f"{path}: not a training state ({type(error).__name__}); start again") from None
     if not isinstance(state, dict) or not state.keys() >= {"global_step", "state_dict", "optimizer_states"}:
-        raise CheckpointError(f"{path}: no state of a training; start again under another name")
+        raise CheckpointError(f"{path}: not a training state; start again under another name")
     return state
 
 
 def _newest_checkpoint(folder: Path, observer: Observer) -> int | None:
-    """Return the newest step whose checkpoint verifies, and rename later ones ``failed-…``; None: there are none."""
+    """Find the newest valid checkpoint step, renaming later ones to ``failed-…``; None if no checkpoints exist."""
     steps = checkpoint_steps(folder)
     skipped: list[str] = []
     newest = read_newest(folder, steps, verify, skipped)
     for reason in skipped:
-        observer("notice", {"message": f"this checkpoint is damaged, and the one before is used: {reason}"})
+        observer("notice", {"message": f"damaged checkpoint, using an earlier one: {reason}"})
     if newest is not None:
         set_aside_steps(folder, [step for step in steps if step > newest[0]])
         return newest[0]
     if steps:
-        raise CheckpointError(f"{folder}: none of the checkpoints verifies; start again under another name")
+        raise CheckpointError(f"{folder}: all checkpoints failed verification; start again under another name")
     return None
 
 
 def _choose_device(name: str) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise UsageError("train.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+        raise UsageError("train.device: 'cuda', but torch finds no GPU; use auto or cpu")
     if name != "cpu" and has_gpu:
         return torch.device("cuda")
     return torch.device("cpu")
