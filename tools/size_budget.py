@@ -46,7 +46,7 @@ TOKENS: dict[str, int] = {
     "other_names": 5_648,
     "recipes": 12_847,
     "reports": 17_288,
-    "runs": 46_277,
+    "runs": 46_278,
     "sampling": 56_075,
     "store": 20_700,
     "sweeps": 26_351,
