@@ -295,7 +295,7 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     assert [json.loads(line).get("level") for line in Path(missing).read_text().splitlines()] == [None, 2.0]
     for bad, message in [
         ([], "no rows"), (["a"], "row 1 is"), ({"a": 1}, "'name' is missing"), (3, "is not data"),
-        ("summs", "'summs'"), ("org/name", "is hf:org/name"),
+        ("summs", "'summs'"), ("org/name", "write hf:org/name"),
     ]:  # fmt: skip
         with refuses(UsageError, message):
             data_word(bad, tmp_path)
