@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_648,
     "recipes": 12_847,
     "reports": 17_288,
-    "runs": 46_277,
-    "sampling": 56_074,
+    "runs": 46_278,
+    "sampling": 56_075,
     "store": 20_700,
     "sweeps": 26_351,
     "terminal": 4_377,
-    "training": 69_464,
+    "training": 69_456,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -78,7 +78,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
     ("recipe.yaml", b"train: {steps: 1}\ntrain: {}\n", "recipe.yaml:2: train: this key stands twice"),
-    ("recipe.yaml", b"train: {steps: many}\n", "train.steps is no whole number"),
+    ("recipe.yaml", b"train: {steps: many}\n", "train.steps is not a whole number"),
     ("recipe.yaml", BOMB, "more than 50,000 values, aliases written out"),
     ("recipe.yaml", b"x: !!python/object/apply:os.system [ls]\n", "the tag !!python/object/apply:os.system is not"),
     ("recipe.yaml", b"x: .nan\n", "nan instead of a finite number"),

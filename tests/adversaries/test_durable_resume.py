@@ -106,7 +106,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "empty checkpoints": (
         lambda f: [shutil.rmtree(f / "checkpoints"), (f / "checkpoints").mkdir(), (f / "log.txt").unlink()],
-        ["checkpoints: there is none, and 4 steps were made; is the disk with"],
+        ["checkpoints: none found after 4 steps; is the disk with"],
     ),
 }
 
@@ -150,8 +150,8 @@ def test_place_may_change_and_the_original_recipe_puts_an_edited_one_back(home: 
     arguments = ["train", "mine.yaml", "--run", "a", "--resume", "--quiet", "--model.device", "cpu"]
     assert main(arguments) == 0
     log = (folder / "log.txt").read_text()
-    assert "another place than at the last start: model.device: 'auto' in the run, 'cpu' now" in log
-    assert "recipe.yaml had been changed, and is again what was trained with: train.lr: 2e-05 in the run, 1e-05" in log
+    assert "locations differ from the last start: model.device: 'auto' in the run, 'cpu' now" in log
+    assert "recipe.yaml was edited; restored the recipe used for training: train.lr: 2e-05 in the run, 1e-05" in log
     recipe = RunDirectory(folder).read_recipe()
     assert (recipe["model"]["device"], recipe["train"]["lr"]) == ("cpu", 1e-5)
     (first, second) = json.loads((folder / "env.json").read_text())["starts"]

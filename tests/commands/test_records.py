@@ -133,8 +133,8 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     with lock_run(place / "runs" / "sft"):
-        assert "process is working" in out("prune", "sft", "--yes", code=2)
-        assert "left out: runs/sft: another process is working" in out("prune", "--all", "--dry-run")
+        assert "process is using" in out("prune", "sft", "--yes", code=2)
+        assert "left out: runs/sft: another process is using" in out("prune", "--all", "--dry-run")
     message = out("prune", "--all", "--dry-run")
     assert "sft:" in message
     assert "delete 5 checkpoints" in message
@@ -164,7 +164,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert "give the names" in out("delete", "--yes", code=2)
     assert "'x*'" in out("delete", "x*", "--yes", code=2)
     with lock_run(place / "runs" / "more"):
-        assert "process is working" in out("delete", "more", "--yes", code=2)
+        assert "process is using" in out("delete", "more", "--yes", code=2)
     assert run_names("runs") == ["more", "sft"]
     assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
     out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
@@ -180,7 +180,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
 
 def test_exports_are_counted_and_take_no_place_of_others(place: Path, out: Out) -> None:
     assert "out: the weights after step 2" in out("export", "more", "--to", "out")
-    assert "there is something" in out("export", "more", "--to", "out", code=2)
+    assert "already exists" in out("export", "more", "--to", "out", code=2)
     assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records")
 
 
@@ -201,7 +201,7 @@ def test_manage_takes_the_actions_line_by_line_and_shows_mistakes(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     text = " ".join(out("manage").split())
     assert text.startswith("run state step model")
-    mistakes = ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best")
+    mistakes = ("there is no action 'nonsense'", "no run 'nowhere'", "No closing quotation", "give best")
     assert [message for message in (*mistakes, "stopped", "nothing was changed") if message not in text] == []
     assert prompts[:9] == ["runs> "] * 9
     assert prompts[-2].startswith("Delete 1 run, ")
@@ -235,6 +235,6 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4, 5]
     environment = RunDirectory("runs/sft").read_environment()
     assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
-    assert "checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
+    assert "step 5 of the newest checkpoint" in out("resume", "sft", "--steps", "2", code=2)
     with lock_run(Path("runs/sweep-x")):
-        assert "process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
+        assert "process is using" in out("resume", "sweep-x/cells/plain-seed0", code=2)

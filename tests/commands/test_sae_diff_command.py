@@ -193,7 +193,7 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     assert find_model(Compared(recipe=str(path)), runs, None, True, message.append) == first
     assert [line.partition(": ")[2].partition(",")[0] for line in message] == [
         "no finished run; training one",
-        "a finished run is there",
+        "using finished run",
     ]
     # from the base: another start is another recipe
     assert find_runs(load_recipe(str(path), [("model.name", json.dumps(first))]).resolve(), runs) == (None, None)

@@ -215,7 +215,7 @@ def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     opinions = Judge(served.url, structured=False, max_tokens=12, retries=0)
     (output,) = opinions.ask([ask_score(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
     assert (output.value, output.failure) == (None, "crash")
-    assert "the reply is no JSON: '<think>" in output.reason
+    assert "the reply is not JSON: '<think>" in output.reason
     line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
     assert (output.tokens_in, output.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
     (output,) = Judge(served.url, max_tokens=12).ask([ask_score(QUESTION, "31", rubric="Is it?", scale=(1, 10))])

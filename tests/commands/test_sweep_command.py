@@ -143,7 +143,7 @@ def test_a_failed_trial_ends_in_exit_code_1(tmp_path: Path, capsys: pytest.Captu
     arguments = ["sweep", str(tmp_path / "mine.yaml"), "--rows", "plain", "--seeds", "1"]
     assert main([*arguments, "--runs-dir", str(tmp_path / "runs"), "--run", "bad"]) == 1
     out = capsys.readouterr().out
-    assert "plain-seed0: failed: its process ended" in out
+    assert "plain-seed0: failed: the process exited" in out
     assert "there is no folder 'no/such/model'" in " ".join(out.split())
     assert "failed" in (tmp_path / "runs" / "bad" / "table.md").read_text()
     assert not (tmp_path / "runs" / "bad" / "sweep.png").exists()

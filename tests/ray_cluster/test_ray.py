@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_costs_no_number(
     assert is_whole(run, uninterrupted)
     assert "Traceback" not in error
     log = (run / "log.txt").read_text(encoding="utf-8")
-    assert "Ray has started all again: the run goes on from its newest checkpoint" in log
+    assert "Ray restarted all workers: continuing from the newest checkpoint" in log
     assert "resumed after step 2" in log
 
 

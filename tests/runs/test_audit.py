@@ -305,7 +305,7 @@ def test_doctor_audit_shows_numbers_and_diagnose_gives_them(clean: Path, capsys:
     assert kinds.count("audit") == 5
 
 
-@pytest.mark.parametrize(("step", "words"), [("4", ("step 3", "1, 3")), ("9", ("end with update 4", "1, 3"))])
+@pytest.mark.parametrize(("step", "words"), [("4", ("step 3", "1, 3")), ("9", ("up to update 4", "1, 3"))])
 def test_doctor_audit_of_a_step_without_a_checkpoint_names_those_that_have_one(
     step: str, words: tuple[str, ...], clean: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,7 +378,7 @@ def test_audit_of_changed_files_is_refused_or_a_fault(tmp_path: Path, clean: Pat
         audit.audit_update(folder, 3)
     folder = Path(shutil.copytree(clean, tmp_path / "database"))
     (folder / "rollouts.db").unlink()
-    with refuses(UsageError, "no records"):
+    with refuses(UsageError, "no update records"):
         audit.audit_update(folder, 3)
     folder = changed(clean, tmp_path / "answers", "UPDATE rollouts SET reward = -reward")
     assert {"gradient sample"} <= checks(audit.audit_update(folder, 3), "fault").keys()

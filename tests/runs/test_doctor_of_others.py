@@ -218,7 +218,7 @@ def test_doctor_of_a_table_infers_the_weights_of_rewards(tmp_path: Path) -> None
     assert of(found, "fault") == {}
     advantage = of(found, "audit")["advantage"]
     assert advantage.num_updates == 3
-    assert "1 right + -0.5 length less the mean of the group, over its standard deviation" in advantage.expected
+    assert "1 right + -0.5 length minus group mean, divided by group standard deviation" in advantage.expected
     assert "log-probabilities" in of(found, "explanation")["records"].found
     wrong = write_tables(tmp_path / "wrong", of_next_group())
     assert "advantage" in of(pt.diagnose(wrong, trainer="trl"), "fault")
@@ -229,9 +229,9 @@ def test_doctor_of_a_table_without_a_column_names_it(tmp_path: Path) -> None:
     explained = [one.found for one in pt.diagnose(without, trainer="trl") if one.kind == "explanation"]
     assert "missing: advantage" in explained
     for name in ("prompt", "completion"):
-        with refuses(DataError, f"the column {name!r} is missing"):
+        with refuses(DataError, f"{name}: missing column"):
             pt.diagnose(write_tables(tmp_path / name, lines_of_trl(), name), trainer="trl")
-    with refuses(DataError, "no column of rewards"):
+    with refuses(DataError, "no reward column"):
         pt.diagnose(write_tables(tmp_path / "rewards", lines_of_trl(), "right", "length"), trainer="trl")
 
 
@@ -259,7 +259,7 @@ def test_doctor_of_nemo_rl_lines_that_balance(tmp_path: Path, capsys: pytest.Cap
     assert of(found, "fault") == {}
     audit = of(found, "audit")
     assert audit.keys() == {"groups", "advantage", "sampler", "tokens"}
-    assert "the mean of the others" in audit["advantage"].expected
+    assert "leave-one-out mean" in audit["advantage"].expected
     assert float(audit["sampler"].found.split()[0]) == approx((math.expm1(-0.001) + 0.001) / 2, rel=5e-3)
     assert of(found, "level")["prompts"].step == 2  # the same prompts in each
     assert main(["doctor", str(folder), "--from", "nemo-rl"]) == 0
@@ -300,7 +300,7 @@ def test_doctor_of_nemo_rl_faults(tmp_path: Path) -> None:
 # --- what cannot be read ---
 
 DAMAGED: dict[str, tuple[str, str]] = {
-    "empty": ("", "no rows"),
+    "empty": ("", "empty"),
     "cut off": (json.dumps(lines_of_trl()[0])[:80], "not JSON"),
     "no object": ("[1, 2]", "object"),
     "no numbers": (json.dumps(lines_of_trl()[0] | {"advantage": "high"}), "advantage"),
@@ -310,7 +310,7 @@ DAMAGED: dict[str, tuple[str, str]] = {
     "rewards are a list": (json.dumps(lines_of_trl()[0] | {"rewards": [1.0]}), "rewards"),
     "no prompt": (json.dumps({k: v for k, v in lines_of_trl()[0].items() if k != "prompt"}), "prompt"),
     "of NeMo RL": (json.dumps(lines_of_nemo_rl()[0]), "batch"),
-    "twice": ("\n".join([json.dumps(lines_of_trl()[0])] * 2), "twice"),
+    "twice": ("\n".join([json.dumps(lines_of_trl()[0])] * 2), "duplicate"),
     "bytes": ("\ud800", "UTF-8"),
     "an escape": (json.dumps(lines_of_trl()[0] | {"advantage": "\x1b]0;x\x07"}), "advantage"),
 }
@@ -335,7 +335,7 @@ def test_doctor_of_no_records_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "empty").mkdir()
     write(tmp_path / "records-0.jsonl", lines_of_trl())
     for arguments, words in (
-        ([str(tmp_path / "empty"), "--from", "trl"], ("no file",)),
+        ([str(tmp_path / "empty"), "--from", "trl"], ("file in this folder",)),
         ([str(tmp_path / "record-0.jsonl"), "--from", "trl"], ("no such file", "records-0.jsonl")),
         ([str(tmp_path / "records-0.jsonl"), "--from", "trl", "--audit", "1"], ("--audit",)),
         ([str(tmp_path / "records-0.jsonl"), "--from", "nemo-rl"], ("rewards",)),

@@ -80,7 +80,7 @@ def test_which_weights(root: Path, tmp_path: Path) -> None:
         done = export_run(root, root / name, tmp_path / f"out-{number}", weights=weights)
         assert done.step == step
         assert (done.target / "model.safetensors").exists() == (step is not None)
-    with refuses(UsageError, "checkpoint of b"):
+    with refuses(UsageError, "b has no checkpoint"):
         export_run(root, root / "b", tmp_path / "x", weights="best")
     with refuses(UsageError, "--weights"):
         export_run(root, root / "c", tmp_path / "x")
@@ -92,8 +92,8 @@ def test_a_target_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> No
     os.symlink(root, tmp_path / "way-in")
     before = snapshot(tmp_path)
     for name, why in [
-        ("taken", "there is something"),
-        ("dangling", "there is something"),
+        ("taken", "already exists"),
+        ("dangling", "already exists"),
         ("runs/new", "the runs folder"),
         ("taken/../runs/a/new", "the runs folder"),
         ("way-in/new", "the runs folder"),
@@ -134,7 +134,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: 
     manifest["files"][full] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     before = snapshot(tmp_path)
-    with refuses(CheckpointError, "of the checkpoint"):
+    with refuses(CheckpointError, "the checkpoint"):
         export_run(root, root / "a", tmp_path / "out")
     assert snapshot(tmp_path) == before
 
@@ -195,7 +195,7 @@ def test_an_adapter_stays_one_and_names_its_base(adapter_run: Path, tmp_path: Pa
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(names_in(done.target))
     assert "model.safetensors" not in names_in(done.target)
     base = json.loads((done.target / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert f"an adapter on top of {base}" in done.warnings[0]
+    assert f"an adapter for {base}" in done.warnings[0]
     assert "--merge" in done.warnings[0]
     assert "LoRA adapter in peft's layout" in (done.target / "README.md").read_text()
 
@@ -252,7 +252,9 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     """peft would attach the upper one to the model below both, without a word."""
     lower = str(step_folder(adapter_run / "checkpoints", 1))
     run, expected = make_adapter_run(tmp_path / "runs", "upper", lambda p: p.fill_(0.02), lower, rank=2)
-    with pytest.raises(UsageError, match=f"upper: its adapter is on top of an adapter, {lower}, .*; --merge exports"):
+    with pytest.raises(
+        UsageError, match=f"upper: the adapter is stacked on another adapter, {lower}, .*; --merge exports"
+    ):
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
@@ -263,7 +265,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
     reseal(settings.parent, 1)
-    with refuses(UsageError, "adapter is on"):
+    with refuses(UsageError, "stacked on another"):
         export_run(run.parent, run, tmp_path / "other")
 
 

@@ -137,7 +137,7 @@ def test_default_names_count_on_and_a_taken_name_is_refused_without_resume(
     assert names == ["tiny-grpo", "tiny-grpo-2"]
     folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
-    taken = r"a: this run of the same recipe exists already and is at step 4 of 10 \({}\)\. Continue it with --resume"
+    taken = r"a: this run with the same recipe already exists and is at step 4 of 10 \({}\)\. Continue it with --resume"
     with pytest.raises(RunConflict, match=taken.format("interrupted")):
         launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
     assert everything(tmp_path) == before
@@ -169,7 +169,7 @@ def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe
     result = launch(make_recipe(), RunStart(root=tmp_path, name="a"), observer=notes, train=FakeLoop(stop_after=4))
     assert (result.step, result.reason, status_of(result.folder).state) == (4, "interrupted", "interrupted")
     assert notes == [
-        f"stopped after step 4 of 10, which is saved; continue with: posttrain runs resume a --runs-dir {tmp_path}"
+        f"stopped and saved after step 4 of 10; continue with: posttrain runs resume a --runs-dir {tmp_path}"
     ]
     leftover = result.folder / "checkpoints" / ".tmp-step-000005-99"
     leftover.mkdir()
@@ -178,12 +178,12 @@ def test_resume_continues_and_states_how(tmp_path: Path, make_recipe: MakeRecipe
     assert loop.calls == [(True, 10)]
     assert (result.step, status_of(result.folder).state) == (10, "finished")
     assert len(RunDirectory(result.folder).read_environment()["starts"]) == 2
-    assert notes == ["removed what a killed write left behind: .tmp-step-000005-99"]
+    assert notes == ["removed leftovers from a killed write: .tmp-step-000005-99"]
     assert not leftover.exists()
     notes = Notes()
     result = launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), observer=notes, train=FakeLoop())
     assert (result.step, result.reason) == (10, "finished")
-    assert notes == ["this run had finished; it is only checked, and its results shown again"]
+    assert notes == ["this run is already finished; checking it and showing the results"]
 
 
 def test_resume_without_a_name_takes_the_newest_run_of_the_recipes_name(
@@ -210,7 +210,7 @@ def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeReci
     notes, loop = Notes(), FakeLoop()
     launch(make_recipe(steps=15), RunStart(root=tmp_path, name="a", resume=True), observer=notes, train=loop)
     assert loop.calls == [(True, 15)]
-    assert notes == ["train.steps is now 15 instead of 10; the steps up to 10 are kept as they are"]
+    assert notes == ["train.steps is now 15 instead of 10; steps up to 10 remain unchanged"]
     assert RunDirectory(tmp_path / "a").changed_keys(make_recipe(steps=15)) == {}
     assert status_of(tmp_path / "a").steps == 15
 
@@ -237,7 +237,7 @@ def test_changes_that_would_make_it_another_run_are_refused(
 def test_a_live_run_is_refused(tmp_path: Path, make_recipe: MakeRecipe, resume: bool) -> None:
     folder = launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4)).folder
     before = everything(tmp_path)
-    with lock_run(folder), refuses(RunConflict, "process is working"):
+    with lock_run(folder), refuses(RunConflict, "process is using"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=resume), train=FakeLoop())
     del before["a/.lock"]
     assert before.items() <= everything(tmp_path).items()
@@ -251,7 +251,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken(tmp_path: 
     (tmp_path / "empty" / ".lock").write_text("pid 1")  # a start that was killed before anything was written
     before = everything(tmp_path)
     for name in ("thesis", "file"):
-        with pytest.raises(RunConflict, match=f"{name}: this is no run"):
+        with pytest.raises(RunConflict, match=f"{name}: this is not a run"):
             launch(make_recipe(), RunStart(root=tmp_path, name=name), train=FakeLoop())
     with refuses(UsageError, "cannot write runs", "Give another place"):
         launch(make_recipe(), RunStart(root=tmp_path / "file"), train=FakeLoop())
@@ -271,7 +271,7 @@ def test_a_failure_is_recorded_and_can_be_resumed(
     assert (status.state, status.step, status.message) == ("failed", 3, message)
     assert [line[21:] for line in RunDirectory("runs/a").log_path.read_text().splitlines()[-2:]] == [
         f"failed: {message}",
-        "failed after step 3 of 10; no checkpoint had been saved yet; continue with: posttrain runs resume a",
+        "failed after step 3 of 10; no checkpoint was saved yet; continue with: posttrain runs resume a",
     ]
     assert launch(make_recipe(), RunStart(root="runs", name="a", resume=True), train=FakeLoop()).reason == "finished"
     assert status_of(Path("runs/a")).message is None
@@ -285,7 +285,7 @@ def test_a_failure_is_recorded_and_can_be_resumed(
             train=FakeLoop(fail=ZeroDivisionError()),
         )
     assert caught.traceback[-1].name == "__call__"
-    assert "the newest checkpoint is of step 2; continue with" in notes[0]
+    assert "the newest checkpoint is step 2; continue with" in notes[0]
 
 
 @pytest.mark.parametrize("trouble", ["observer", "disk"])
@@ -377,9 +377,9 @@ def test_launch_without_flock_starts_resumes_and_is_deleted(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop(stop_after=4))
-    with refuses(RunConflict, "exists already"):
+    with refuses(RunConflict, "already exists"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a"), train=FakeLoop())
-    with lock_run(tmp_path / "a"), refuses(RunConflict, "process is working"):
+    with lock_run(tmp_path / "a"), refuses(RunConflict, "process is using"):
         launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop())
     assert launch(make_recipe(), RunStart(root=tmp_path, name="a", resume=True), train=FakeLoop()).reason == "finished"
     delete(tmp_path, locate(tmp_path, "a"))

@@ -72,9 +72,9 @@ def test_links_are_refused(root: Path, tmp_path: Path, name: str) -> None:
     os.symlink(tmp_path / "elsewhere", root / "linked-folder")
     (tmp_path / "elsewhere" / "sweep.yaml").write_text("rows: {}")
     (tmp_path / "elsewhere" / "start").symlink_to(outside)
-    with pytest.raises(UsageError, match=r"this is a link to another place|there is no run"):
+    with pytest.raises(UsageError, match=r"this links to another location|no run"):
         locate(root, name)
-    with refuses(UsageError, "link to another"):
+    with refuses(UsageError, "links to another"):
         locate(root, "linked-folder")
 
 
@@ -121,7 +121,7 @@ def test_command_with_a_name_that_leads_outside_is_refused(
 def test_the_name_of_a_sweep_leads_to_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_sweep(Path("runs"), "both")
-    values = r"name one of its runs\. Runs there: both/start, both/cells/dapo-seed0, both/cells/grpo-seed0"
+    values = r"choose a run inside it\. Runs there: both/start, both/cells/dapo-seed0, both/cells/grpo-seed0"
     for name in ("both", "runs/both", "runs/both/"):
         with pytest.raises(UsageError, match=values):
             refuse_absent("runs", name)

@@ -51,9 +51,9 @@ def test_a_run_in_which_a_process_works_is_refused(root: Path, monkeypatch: pyte
     if not is_seen:
         monkeypatch.setattr(removal, "refuse_live", lambda *_: None)
     with lock_run(root / "a"):
-        with refuses(RunConflict, "process is working", "Nothing was changed"):
+        with refuses(RunConflict, "process is using", "Nothing was changed"):
             delete(root, place)
-        with refuses(RunConflict, "process is working"):
+        with refuses(RunConflict, "process is using"):
             prune(root, place, [1])
     assert snapshot(root) == before
 
@@ -63,7 +63,7 @@ def test_a_sweep_at_work_is_refused_with_all_its_runs(root: Path, held: str) -> 
     make_sweep(root, "sweep-x")
     with lock_run(root / held):
         for name in {"sweep-x", held}:
-            with refuses(RunConflict, "process is working"):
+            with refuses(RunConflict, "process is using"):
                 refuse_live(root, locate(root, name))
         if held == "sweep-x":
             with pytest.raises(RunConflict):
@@ -211,7 +211,7 @@ def test_checkpoints_that_are_a_link_are_refused(root: Path, tmp_path: Path) -> 
     make_run(tmp_path, "outside", best=1)
     os.rmdir(root / "a" / "checkpoints")
     os.symlink(tmp_path / "outside" / "checkpoints", root / "a" / "checkpoints")
-    with refuses(UsageError, "link to another"):
+    with refuses(UsageError, "links to another"):
         plan_prune(root, locate(root, "a"), ("last",))
     delete(root, locate(root, "a"))
     assert checkpoint_steps(tmp_path / "outside" / "checkpoints") == [1, 2, 3]

@@ -104,7 +104,7 @@ def test_unchanged_future_of_an_interrupted_run_equals_the_undisturbed_one(finis
         assert status is not None
         assert (status.state, status.step) == ("stopped", 3)
         done = play(cut, tmp_path, 4)  # a step that the run has not reached
-    assert done.results.equality.describe(done.results.plan).startswith("run has no record of these steps")
+    assert done.results.equality.describe(done.results.plan).startswith("run did not record these steps")
     assert same_bits(saved_tensors(finished, STEPS), saved_tensors(done.run_of("unchanged").folder, STEPS))
 
 
@@ -321,12 +321,12 @@ def test_read_changes_refuses_by_name(words: list[str], named: str) -> None:
 @pytest.mark.parametrize(
     ("at", "words", "steps", "seeds", "named"),
     [
-        (0, [], None, 1, "the first is of step 2"),
+        (0, [], None, 1, "the first is at step 2"),
         (1, [], None, 1, "Give --at 2"),
         (6, [], None, 1, "below 6"),
         (4, [], 3, 1, "Give 2 or fewer"),
-        (2, ["model.name=tiny"], None, 1, "model.name may not change"),
-        (2, ["optimizer=muon"], None, 1, "optimizer.name may not change"),
+        (2, ["model.name=tiny"], None, 1, "model.name cannot change"),
+        (2, ["optimizer=muon"], None, 1, "optimizer.name cannot change"),
         (2, ["train.save_every=1"], None, 1, "train.save_every"),
         (2, ["scale.processes=2"], None, 1, "scale.processes=2"),
         (2, ["train.lr=0.001"], None, 1, "already"),

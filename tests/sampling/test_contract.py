@@ -92,7 +92,7 @@ def test_choices_by_prompt_and_by_function():
         [Completion((7,), (0.0,), "stop")] * 2,
     ]
     assert by_prompt.calls == [([(3,), (1, 2)], [(0,), (0, 1)], Sampling(max_tokens=4))]
-    with refuses(UsageError, "the prompt [4]"):
+    with refuses(UsageError, "prompt [4]"):
         by_prompt.generate([[4]], [[0]], Sampling(max_tokens=4))
     by_key = FakeEngine(lambda prompt, key: [*prompt, key])
     assert by_key.generate([[3]], [[11]], Sampling(max_tokens=4))[0][0].ids == (3, 11)

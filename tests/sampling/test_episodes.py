@@ -214,7 +214,7 @@ def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(tokenizer: A
         [example(level=0)],
     )
     assert one.has_failed
-    assert one.failures == ("get_reward returned nan, which is no finite number",)
+    assert one.failures == ("get_reward returned nan, not a finite number",)
 
 
 def test_openings_of_a_group_are_equal_or_refused(tokenizer: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         assert [one.failure for one in output] == [None, "timeout", "crash", "crash"]
         assert {one.failure for one in output[1:]} <= set(FAILURES)
         assert "no answer within 0.5 seconds" in output[1].reason
-        assert "no JSON: 'I like it'" in output[2].reason
+        assert "not JSON: 'I like it'" in output[2].reason
         assert "maximum context length" in output[3].reason
         before = len(server.chats)
         opinions.ask(ratings("fine", "long"))
@@ -119,7 +119,7 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
 def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJudge(by_length, key="a secret") as server:
         url = server.url
-        with pytest.raises(UsageError, match=rf"{url}: the judge refuses.*401.*variable JUDGE_API_KEY"):
+        with pytest.raises(UsageError, match=rf"{url}: the judge refuses.*401.*JUDGE_API_KEY"):
             Judge(url).find_model(0)
         monkeypatch.setenv("JUDGE_API_KEY", "a secret")
         Judge(url).find_model(0)
@@ -129,10 +129,10 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("JUDGE_API_KEY", "a secret")
         assert "secret" not in str(output.value)
         assert "a secret" not in repr(Judge(url))
-    with pytest.raises(UsageError, match=rf"{url}: no judge answers there \(no connection to .*posttrain serve"):
+    with pytest.raises(UsageError, match=rf"{url}: no judge responds \(no connection to .*posttrain serve"):
         Judge(url).find_model(0)
     cards = [{"id": "a"}, {"id": "b"}]
-    with FakeJudge(by_length, cards=cards) as server, refuses(UsageError, "judge.model is needed"):
+    with FakeJudge(by_length, cards=cards) as server, refuses(UsageError, "judge.model is required"):
         Judge(server.url).find_model(0)
     with refuses(UsageError, "judge.url", "'here'"):
         Judge("here")
@@ -145,7 +145,7 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
         Judge("https://judge.example")
     monkeypatch.setenv("JUDGE_API_HOST", "judge.example")
     assert Judge("https://judge.example").name == "https://judge.example"
-    with refuses(UsageError, "clear text; use"):
+    with refuses(UsageError, "unencrypted; use"):
         Judge("http://judge.example")
 
 
@@ -251,7 +251,7 @@ def test_an_answer_that_was_not_judged_counts_neither_way(tmp_path: Path) -> Non
         again = grade(server.url, texts[:2], tmp_path)
         assert [g.reward for g in again] == approx([0.0, 6 / 9])
         assert len(server.chats) == request, "the run's folder remembers"
-        with refuses(RunFailure, "5 answers were"):
+        with refuses(RunFailure, "5 requests were"):
             grade(server.url, [("i", f"FAIL {k}" if k < 3 else "fine") for k in range(5)], retries=0)
 
 
@@ -293,7 +293,7 @@ def test_judge_run_is_resumed_with_its_verdicts_and_evaluated_without_it(
     capsys.readouterr()
     assert main(["evaluate", "whole", "--limit", "2", "--max-tokens", "4"]) == 0, "its judge is gone by now"
     assert main(["train", "mine.yaml", "--run", "other", "--quiet"]) == 2
-    assert f"{server.url}: no judge answers there" in capsys.readouterr().err
+    assert f"{server.url}: no judge responds" in capsys.readouterr().err
 
 
 # Two models
@@ -329,7 +329,7 @@ def test_two_models_are_set_against_one_another_by_a_judge(
     assert "the answer shown first wins" in table
     assert "Which is longer?" in server.chats[0]["messages"][1]["content"]
     assert main([*command, "--out", "again"]) == 2
-    assert f"{server.url}: no judge answers there" in capsys.readouterr().err
+    assert f"{server.url}: no judge responds" in capsys.readouterr().err
     Path("judge.yaml").write_text("rubrik: x\n")
     assert main([*command, "--out", "again"]) == 2
     output = capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_a_failing_trial_stops_no_other_and_is_tried_again(make_plan: MakePlan) 
         ("good", "failed"),
     ]
     write_sweep(sweep, plan.folder)
-    assert "good-seed0: its process ended with exit code 1" in (plan.folder / "table.md").read_text()
+    assert "good-seed0: the process exited with code 1" in (plan.folder / "table.md").read_text()
     again = FakeRunner()
     outcome = again.run(plan, jobs=1)
     assert (outcome.failures, again.names("goes")) == ({}, ["good-seed0"])
@@ -129,7 +129,7 @@ def test_a_signal_ends_the_trials_and_the_same_command_goes_on(
     assert outcome.failures == {}  # being stopped is no failure
     assert fake.names("started") == ["good-seed0"]  # no other was begun
     assert status_of(plan.trainings[0].folder) == "interrupted"
-    message = "stopping when what is at work has saved what it has; once more to stop at once"
+    message = "stopping when what is at work has saved what it has; repeat to stop immediately"
     assert message in capfd.readouterr().err
     again = FakeRunner()
     assert not again.run(plan, jobs=2).interrupted
@@ -248,7 +248,7 @@ def test_a_failure_stops_only_what_needs_it(make_plan: MakePlan) -> None:
     assert list(outcome.failures.values())[1:] == [lost, lost]
     assert {name for name, state in read_states(plan).items() if state != "finished"} == set(outcome.failures)
     found = collect_sweep(plan, outcome, "again")
-    assert found.problems[0].startswith("proxy-seed0: its process ended with exit code 1")
+    assert found.problems[0].startswith("proxy-seed0: the process exited with code 1")
     assert found.parts["overoptimization"].data["methods"]["grpo"]["curves"].keys() == {1}
 
 

@@ -203,4 +203,4 @@ def test_a_reward_of_a_turn_that_is_no_number_is_a_failure_of_the_environment(wr
     failed = [r for g in drawn.sampled for r in g if r.has_failed]
     assert failed
     for rollout in failed:
-        assert rollout.failures == (f"get_turn_reward returned {wrong!r}, which is no finite number",)
+        assert rollout.failures == (f"get_turn_reward returned {wrong!r}, not a finite number",)

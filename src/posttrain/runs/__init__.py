@@ -1,1 +1,1 @@
-"""A run is a directory: made, launched, resumed, listed, traced, pruned, exported."""
+"""Run directories: launch, resume, list, trace, prune and export."""

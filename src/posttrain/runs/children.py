@@ -1,7 +1,7 @@
-"""Processes that a sweep or a run starts. None of them outlives it, however it ends.
+"""Child processes of a sweep or a run, which never outlive their parent.
 
-A child's standard input is a pipe to which its parent alone has the other end. When the parent ends, ``kill -9``
-included, the system closes it, and a thread of the child ends the child with all of its process group.
+A child's standard input is a pipe, and only the parent holds the write end. If the parent ends, even by ``kill -9``,
+the system closes the pipe. A thread in the child then kills the child's process group.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.store import posix
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
 
-LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: its standard input is that pipe
+LIFELINE = "POSTTRAIN_LIFELINE"  # set in a child's environment: standard input is the lifeline pipe
 TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
 class Child:
-    """A running process; its output is in ``log`` from byte ``log_start`` on. ``started``: monotonic seconds."""
+    """A running process. Its output is in ``log`` from byte ``log_start`` on. ``started``: monotonic seconds."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -36,49 +36,50 @@ class Child:
     started: float
 
     def poll(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it works."""
+        """Poll the exit code, negative for a signal; None while running."""
         code = self.process.poll()
         if code is not None and self.process.stdin is not None:
             self.process.stdin.close()
         return code
 
     def interrupt(self) -> None:
-        """Ask it to save and end."""
+        """Ask the child to save and exit."""
         self.process.send_signal(signal.SIGINT)
 
     def describe_end(self, code: int) -> str:
-        """Describe its end by its exit code and the last line of its log."""
+        """Describe how the child ended: exit code or signal, and the last line of the log."""
         if code < 0:
             name = str(-code)
             if -code in set(signal.Signals):
                 name = signal.Signals(-code).name
             hint = ""
             if -code == posix.SIGKILL:
-                hint = ", as the system does where memory runs out"
-            return f"its process was ended by {name}{hint}"
+                hint = ", which usually means that memory ran out"
+            return f"the process was killed by {name}{hint}"
         lines: list[str] = []
         with suppress(OSError):
             lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip().splitlines()
         last = ""
         if lines:
             last = f": {harmless(lines[-1][-300:])} ({self.log})"
-        return f"its process ended with exit code {code}{last}"
+        return f"the process exited with code {code}{last}"
 
 
 def start_child(
     command: Sequence[str], log: Path, what: str, num_threads: int, settings: Mapping[str, str] | None = None
 ) -> Child:
-    """Start ``command``; its output is added to ``log``.
+    """Start ``command`` and append its output to ``log``.
 
     Args:
-        what: whose log it is, for an error.
-        num_threads: of its computations, unless the environment says so.
-        settings: further variables of its environment.
+        what: owner of the log, for error messages.
+        num_threads: compute threads, unless OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+        settings: additional environment variables.
 
     Raises:
-        StorageError: the log cannot be written, or the process not started.
+        StorageError: the log is not writable, or the process cannot start.
     """
-    threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads)  # the environment decides; MKL goes with OMP
+    # the environment takes precedence; MKL defaults to OMP
+    threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": threads,
@@ -95,13 +96,13 @@ def start_child(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
+            process_group=0,  # Ctrl-C in a terminal reaches only the parent, which forwards it once
         )
     return Child(process, log, start, time.monotonic())
 
 
 def end_children(children: Iterable[Child], seconds: float = TIMEOUT_SECONDS) -> None:
-    """Ask all to save and end; those that have not after so many seconds are killed, with what they started."""
+    """Ask all children to save and exit. After ``seconds``, kill the remaining ones and their subprocesses."""
     working = list(children)
     if seconds:
         for child in working:
@@ -117,25 +118,25 @@ def end_children(children: Iterable[Child], seconds: float = TIMEOUT_SECONDS) ->
 
 
 def end_with_parent() -> None:
-    """Let this process end when its parent does, if ``start_child`` started it."""
-    if not os.environ.pop(LIFELINE, ""):  # what this process starts has a parent of its own
+    """If ``start_child`` started this process, end it when the parent ends."""
+    if not os.environ.pop(LIFELINE, ""):  # grandchildren watch this process, not the original parent
         return
     pipe = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
     def watch() -> None:
-        while os.read(pipe, 1):  # nothing is ever written: this returns when the parent is gone
+        while os.read(pipe, 1):  # nothing is ever written: the read returns when the parent is gone
             pass
         if not hasattr(os, "getpgrp") or os.getpgrp() == os.getpid():
-            posix.kill_group(os.getpid())  # with what it has started itself
+            posix.kill_group(os.getpid())  # subprocesses too
         os.kill(os.getpid(), posix.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def threads_per_child(default: int) -> int:
-    """Return the number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
+    """Read the child's number of compute threads from OMP_NUM_THREADS, else use ``default``."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isascii() and requested.isdigit() and int(requested) > 0:
         return int(requested)
@@ -146,8 +147,8 @@ def threads_per_child(default: int) -> int:
 def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
     """Yield ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, which prints ``first``. The second exits.
 
-    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
-    always False.
+    An ignored hang-up (``nohup``) stays ignored. Python allows signal handlers only in the main thread, so elsewhere
+    ``should_stop`` is always False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -158,9 +159,9 @@ def stop_on_signals(first: str = "stopping after this step, with a checkpoint") 
         if received:
             raise SystemExit(128 + number)
         received.append(number)
-        # printing through Python's buffers from a handler may re-enter them; this may not
-        with suppress(OSError):  # after a hang-up nobody may be there to read it
-            os.write(2, f"\n{first}; once more to stop at once\n".encode())
+        # printing through Python's buffers is not reentrant in a handler; os.write is safe
+        with suppress(OSError):  # after a hang-up the terminal may be gone
+            os.write(2, f"\n{first}; repeat to stop immediately\n".encode())
 
     sys.stderr.flush()
     caught = [signal.SIGINT, signal.SIGTERM]

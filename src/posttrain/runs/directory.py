@@ -1,8 +1,8 @@
-"""A run is a directory: its lock, recipe, environment, status and log.
+"""Files in a run directory: lock, recipe, environment, status and log.
 
 ``recipe.yaml`` (resolved, reruns the run), ``env.json`` (every start: command, commit, versions, hardware),
-``status.json`` (state and step), ``log.txt`` (events, with times). The loop writes the rest (``training/files.py``).
-Readers need no lock and import no torch.
+``status.json`` (state and step), ``log.txt`` (timestamped events). The training loop writes the remaining files
+(``training/files.py``). Readers need no lock and do not import torch.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from posttrain.store.reading import read_declared, read_yaml_file
 from posttrain.untrusted import harmless, kind_of_file
 
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
-# The name of a run or a sweep, or of a part of one: a folder with room for what is written aside.
+# Names for runs, sweeps and their parts: short enough to leave space for temporary suffixes.
 MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 LOCK = ".lock"
 TIMEOUT_SECONDS = 10.0
 NUM_NAMES_SHOWN = 12
-# Keys of a recipe that came with a later version, and what a run that was begun without them does when it is resumed.
+# Keys added in later versions, with the value that reproduces older behavior when such a run resumes.
 LATER_KEYS: Mapping[str, object] = {"train.skip_zero_rows": False}
 
 
 def keys_that_came_later(stored: Mapping[str, object]) -> list[str]:
-    """Return those of ``LATER_KEYS`` that a stored recipe does not have."""
+    """List the ``LATER_KEYS`` missing from a stored recipe."""
     known = flatten(stored)
     return [key for key in LATER_KEYS if key not in known]
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """State and step of a run: the content of ``status.json``.
+    """Contents of ``status.json``: state and step.
 
-    ``updated`` is in seconds since 1970. ``message``: the reason why a run failed. ``primary_metric``: the name of the
-    result that ranks it; ``held_out``: its value in the last held-out evaluation with what is shown with it;
-    ``evaluation``: its name.
+    ``updated``: seconds since 1970. ``message``: why the run failed. ``primary_metric``: name of the metric that
+    ranks the run. ``held_out``: its value in the last held-out evaluation, with related numbers. ``evaluation``: name
+    of that evaluation.
     """
 
     state: State
@@ -74,7 +74,7 @@ class RunStatus:
 
 
 class RunLength(Protocol):
-    """The section of a recipe that says how long a run is and when it saves."""
+    """Recipe section with the training length and checkpoint interval."""
 
     @property
     def steps(self) -> int | None: ...
@@ -85,7 +85,7 @@ class RunLength(Protocol):
 
 
 class RunRecipe(Protocol):
-    """The part of a recipe that a run needs, for a language model or a sparse autoencoder."""
+    """Recipe interface used by runs, for language models and sparse autoencoders."""
 
     @property
     def train(self) -> RunLength: ...
@@ -107,7 +107,7 @@ class _Start(BaseModel, extra="allow"):
 
 
 class _Environment(BaseModel, extra="allow"):
-    """The content of ``env.json``, as far as it is read."""
+    """The parts of ``env.json`` that are read."""
 
     recipe: str = "?"
     created: str | None = None
@@ -115,17 +115,17 @@ class _Environment(BaseModel, extra="allow"):
 
 
 def check_run_name(name: str) -> str:
-    """Return the name, if it can be that of a folder; raises UsageError otherwise."""
+    """Check that a name is a valid folder name, and return it. Raises UsageError otherwise."""
     if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
         raise UsageError(
-            f"--run {shorten(name)}: a run's name is made of {NAME_RULE}, "
-            "and does not start with '.' or '-'; the folder that holds it is given by --runs-dir"
+            f"--run {shorten(name)}: a run name may contain {NAME_RULE}, "
+            "and must not start with '.' or '-'; use --runs-dir to choose the folder"
         )
     return name
 
 
 def name_of_recipe(recipe_name: str) -> str:
-    """Return a run's default name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
+    """Derive the default run name: ``tiny/grpo`` and ``my/tiny-grpo.yaml`` both give ``tiny-grpo``."""
     path = Path(recipe_name)
     if path.suffix in (".yaml", ".yml"):
         plain = path.stem
@@ -135,17 +135,17 @@ def name_of_recipe(recipe_name: str) -> str:
 
 
 def find_run(root: str | Path, name: str) -> Path:
-    """Return the directory of a run, by name under ``root`` or by path; raises UsageError if there is none."""
+    """Find a run directory by path, or by name under ``root``. Raises UsageError if missing."""
     if name:
         for path in (Path(root) / name, Path(name)):
             if kind_of_file(path / "recipe.yaml") != "nothing":
                 return path
     known = run_names(root)
-    raise UsageError(f"there is no run {shorten(name)} in {root}.{suggest(name, known)} {list_names(known)}")
+    raise UsageError(f"no run {shorten(name)} in {root}.{suggest(name, known)} {list_names(known)}")
 
 
 def list_names(known: Sequence[str]) -> str:
-    """Return the names of runs for a message: some of them, and the number of the others."""
+    """Format run names for a message, truncated to the first ``NUM_NAMES_SHOWN``."""
     more = ""
     if len(known) > NUM_NAMES_SHOWN:
         more = f" and {len(known) - NUM_NAMES_SHOWN} more"
@@ -153,12 +153,12 @@ def list_names(known: Sequence[str]) -> str:
 
 
 def run_names(root: str | Path) -> list[str]:
-    """Return the names of the run directories under ``root``, in alphabetical order; hidden folders are none."""
+    """List run directories under ``root`` alphabetically, except hidden folders."""
     return folders_with(root, "recipe.yaml")
 
 
 def folders_with(root: str | Path, file: str) -> list[str]:
-    """Return the names of the folders under ``root`` that have such a file, sorted; hidden folders are none."""
+    """List folders under ``root`` containing ``file``, sorted, except hidden folders."""
     try:
         names = os.listdir(root)
     except OSError:
@@ -168,13 +168,13 @@ def folders_with(root: str | Path, file: str) -> list[str]:
 
 @contextmanager
 def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
-    """Hold the run for this process; the lock ends with the process, however it ends.
+    """Lock the run for this process. The lock is released when the process ends, even by a crash.
 
-    A folder in which writing would change something elsewhere is refused, unless it is only to be deleted from.
+    If writing to the folder would change files elsewhere, it is refused unless ``to_delete``.
 
     Raises:
-        RunConflict: another process holds it.
-        UsageError: a link in it leads out of it (``store.durable``).
+        RunConflict: another process holds the lock.
+        UsageError: a link leads outside the folder (``store.durable``).
         StorageError: the folder is not writable.
     """
     if not to_delete:
@@ -189,24 +189,24 @@ def lock_run(folder: Path, *, to_delete: bool = False) -> Iterator[None]:
 
 
 def is_live(folder: Path) -> bool:
-    """Return whether some process holds the run's lock at this moment."""
+    """Check if any process currently holds the run's lock."""
     return holder(folder / LOCK) is not None
 
 
 def refuse_live_folder(folder: Path, process: str | None = None) -> None:
-    """Raise RunConflict, with the process, if one holds the lock of ``folder`` at this moment, or is named."""
+    """Raise RunConflict if ``process`` is given or currently holds the lock on ``folder``."""
     process = process or holder(folder / LOCK)
     if process is not None:
         raise RunConflict(
-            f"{folder}: another process is working in this run ({process}). Nothing was changed; wait for it, stop it "
-            "(Ctrl-C saves a checkpoint), or choose another name with --run NAME"
+            f"{folder}: another process is using this run ({process}). Nothing was changed; wait for it, stop it "
+            "(Ctrl-C saves a checkpoint), or choose a different name with --run NAME"
         ) from None
 
 
 def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return the folders in which a process still works after ``TIMEOUT_SECONDS`` in all, and the process.
+    """Wait up to ``TIMEOUT_SECONDS`` for locks to be released; map folders still locked to their process.
 
-    A process whose parent was killed ends by itself a moment later.
+    A process whose parent was killed exits shortly afterwards.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
     working = {folder: holder(folder / LOCK) for folder in folders}
@@ -217,7 +217,7 @@ def wait_for_end(folders: Iterable[Path]) -> dict[Path, str]:
 
 
 class RunDirectory:
-    """The files of one run that its launcher writes and its readers read."""
+    """The run files written by the launcher and read by other commands."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -228,15 +228,15 @@ class RunDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing there yet but a lock, or what a killed start left."""
+        """True if the folder is new: only a lock, or temporary files from a killed start."""
         return not any(item for item in self.folder.iterdir() if not item.name.startswith((LOCK, ".tmp-")))
 
     def write_recipe(self, recipe: RunRecipe) -> None:
-        """Put the resolved recipe in place; atomic."""
+        """Write the resolved recipe atomically."""
         replace_file(self.recipe_path, recipe.to_yaml().encode())
 
     def read_recipe(self) -> dict[str, Any]:
-        """Return the stored recipe as plain data; raises DataError if it cannot be read."""
+        """Read the stored recipe as plain data. Raises DataError if unreadable."""
         try:
             data = read_yaml_file(self.recipe_path)
         except FileNotFoundError as error:
@@ -246,12 +246,12 @@ class RunDirectory:
         return data
 
     def as_it_began(self, recipe: RunRecipe) -> RunRecipe:
-        """Return the recipe for a run that is resumed: keys that came later say what the run has done so far."""
+        """Adapt a recipe for resuming: keys added in later versions keep the run's original behavior."""
         changed: Any = recipe
         for key in keys_that_came_later(self.read_recipe()):
             section, _, name = key.partition(".")
             settings = getattr(changed, section)
-            if name in type(settings).model_fields:  # the sections of `posttrain sae` are others
+            if name in type(settings).model_fields:  # `posttrain sae` has different sections
                 settings = settings.model_copy(update={name: LATER_KEYS[key]})
                 changed = changed.model_copy(update={section: settings})
         began: RunRecipe = changed
@@ -260,22 +260,22 @@ class RunDirectory:
     def changed_keys(
         self, recipe: RunRecipe, stored: Mapping[str, object] | None = None, *, places: bool = False
     ) -> dict[str, tuple[object, object]]:
-        """Return the dotted keys in which ``recipe`` differs from the stored one, as (stored, given).
+        """Compare ``recipe`` with the stored one: dotted keys that differ, as (stored, given).
 
-        A key that one side does not have counts as None there. A key that came with a later version than the stored
-        recipe is not compared.
+        A key missing on one side counts as None. Keys added after the stored recipe was written are not compared.
 
         Args:
             stored: plain data to compare with; by default the run's ``recipe.yaml``.
-            places: the keys of place (``document.PLACE_KEYS``), which may change at any time, instead of all others.
+            places: compare only place keys (``document.PLACE_KEYS``), which may always change. Otherwise they are
+                skipped.
         """
         if stored is not None:
             stored = dict(stored)
         else:
             stored = self.read_recipe()
         later = keys_that_came_later(stored)
-        # Defaults that came with a later posttrain are filled in before comparing; a recipe that no longer validates is
-        # compared as it is.
+        # Fill in defaults added by later versions before comparing. If a recipe no longer validates, compare it
+        # unchanged.
         with suppress(PosttrainError):
             stored = validate_recipe(stored, is_own=False).resolve(to_read=True).dump()
         old = flatten(stored)
@@ -284,26 +284,26 @@ class RunDirectory:
         return {key: (old.get(key), new.get(key)) for key in kept if old.get(key) != new.get(key)}
 
     def write_status(self, status: RunStatus) -> None:
-        """Put the status in place; atomic, not waiting for the disk."""
+        """Write the status atomically, without waiting for the disk."""
         kept = asdict(status) | {"message": hide_secrets(status.message) if status.message else None}
         replace_file(self.status_path, json.dumps(kept, indent=1).encode() + b"\n", durable=False)
 
     def read_status(self) -> RunStatus | None:
-        """Return the status, or None where there is none yet; raises DataError if it is damaged."""
+        """Read the status; None if missing. Raises DataError if damaged."""
         try:
             return read_declared(self.status_path, RunStatus)
         except FileNotFoundError:
             return None
 
     def primary_metric(self) -> Metric:
-        """Return the primary metric of the run; the accuracy where nothing is stored."""
+        """Look up the run's primary metric; accuracy by default."""
         status = self.read_status()
         if status is None or status.primary_metric is None:
             return ACCURACY
         return metric_of(status.primary_metric)
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
-        """Add this start of the run to ``env.json``: command, commit, versions, hardware."""
+        """Append this start to ``env.json``: command, commit, versions, hardware."""
         environment = self.read_environment()
         now = describe_environment()
         content = {
@@ -314,24 +314,24 @@ class RunDirectory:
         replace_file(self.environment_path, json.dumps(content, indent=1).encode() + b"\n")
 
     def read_environment(self) -> dict[str, Any]:
-        """Return ``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty where there is none."""
+        """Read ``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty if missing."""
         try:
             return read_declared(self.environment_path, _Environment).model_dump(exclude_unset=True)
         except FileNotFoundError:
             return {}
 
     def made_by(self) -> str | None:
-        """Return the version of posttrain that last worked in it; None where that was not recorded."""
+        """Look up the posttrain version used at the last start; None if not recorded."""
         return (self.read_environment().get("starts") or [{}])[-1].get("versions", {}).get("posttrain")
 
     def log(self, text: str) -> None:
-        """Add a line with the time to ``log.txt``."""
+        """Append a timestamped line to ``log.txt``."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp}Z {harmless(hide_secrets(text))}\n")
 
 
 def new_status(steps: int, before: RunStatus | None) -> RunStatus:
-    """Return the status of a run that starts now, or goes on from ``before``."""
+    """Create the status for a run that starts now, or continues from ``before``."""
     here: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.time()}
     return replace(before or RunStatus("running", 0, steps, **here), state="running", steps=steps, message=None, **here)

@@ -1,7 +1,7 @@
-"""A run as a clean folder to give away: the model in the Hugging Face layout, recipe and results.
+"""Export a run to a clean folder: Hugging Face model, recipe and results.
 
-The weights are those of a checkpoint that verifies against its manifest, without the files that only training needs
-(optimizer, rollout buffer). Everything is written aside and renamed into place.
+The weights come from a checkpoint verified against its manifest, without training-only files (optimizer, rollout
+buffer). Everything is written to a temporary folder and renamed into place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # listing runs imports no torch
 
 WeightsKind = Literal["best", "last", "ema", "none"]
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
-# Files of a checkpoint that only a resumed run reads.
+# Checkpoint files used only for resuming.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = (
     "optimizer.safetensors",
@@ -56,13 +56,13 @@ _TRAINING_ONLY = (
 )
 _SCORER = (
     "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
-    "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
+    "config.pad_token_id = None and score one text at a time, with the end token appended"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The result of an export: its place, the step of its weights (None: none), its size, and notices to show."""
+    """An export's folder, weight step (None if omitted), size, and notices to show."""
 
     target: Path
     step: int | None
@@ -81,19 +81,19 @@ def export_run(
     merge: bool = False,
     gguf: str | None = None,
 ) -> Export:
-    """Copy model, recipe and results of the run in ``folder`` to a new folder.
+    """Copy model, recipe and results from the run in ``folder`` to a new folder.
 
     Args:
-        root: the runs folder; the target may not lie in it.
-        weights: which checkpoint; by default the best, or the newest where none is marked. ``ema``: the averaged
-            weights (``train.ema_decay``) of the newest.
-        merge: add a LoRA adapter to its base, so that the model stands alone.
-        gguf: the type of the weights in a GGUF file that llama.cpp's converter writes as well (``GGUFType``).
+        root: the runs folder, which must not contain the target.
+        weights: which checkpoint; default: best, or newest if none is marked best. ``ema``: averaged weights
+            (``train.ema_decay``) from the newest checkpoint.
+        merge: merge a LoRA adapter into its base model.
+        gguf: weight type for an additional GGUF file, written by llama.cpp's converter (``GGUFType``).
 
     Raises:
-        UsageError: the target exists or lies in the runs folder, there is no such checkpoint, or no converter.
-        CheckpointError: the checkpoint does not verify.
-        StorageError: the disk is full or not writable; the target is not there.
+        UsageError: the target exists or is inside the runs folder, or the checkpoint or converter is missing.
+        CheckpointError: verification failed.
+        StorageError: the disk is full or not writable.
     """
     run = Path(folder)
     goal = Path(target)
@@ -138,13 +138,13 @@ def _choose_converter(goal: Path, gguf: str, step: int | None) -> list[str]:
 
 def _check_target(root: Path, goal: Path) -> None:
     if os.path.lexists(goal):
-        raise UsageError(f"--to {goal}: there is something already. Nothing was changed; choose a new name")
+        raise UsageError(f"--to {goal}: already exists. Nothing was changed; choose a new name")
     if goal.resolve().is_relative_to(root.resolve()):
         raise UsageError(
-            f"--to {goal}: this lies in the runs folder, where it would look like a run; choose a place outside"
+            f"--to {goal}: this is inside the runs folder, where it would look like a run; choose a location outside"
         )
     if goal.name.endswith((".tar", ".tgz", ".zip", ".gz")):
-        raise UsageError(f"--to {goal}: an export is a folder; `tar -czf` packs one")
+        raise UsageError(f"--to {goal}: an export is a folder, not an archive; pack it afterwards with `tar -czf`")
 
 
 def _choose_step(run: Path, weights: WeightsKind | None) -> int | None:
@@ -156,16 +156,16 @@ def _choose_step(run: Path, weights: WeightsKind | None) -> int | None:
     if weights == "none":
         return None
     if weights == "best" and best is None:
-        raise UsageError(f"--weights best: no checkpoint of {run.name} is marked as the best; use --weights last")
+        raise UsageError(f"--weights best: {run.name} has no checkpoint marked as best; use --weights last")
     if not steps:
-        raise UsageError(f"{run.name} has no checkpoint; --weights none exports recipe and results alone")
+        raise UsageError(f"{run.name} has no checkpoint; --weights none exports only recipe and results")
     if weights in ("last", "ema") or best is None:
         return steps[-1]
     return best
 
 
 def model_card(run: Path, step: int | None, weights: Path) -> str:
-    """Return ``README.md`` of an export: origin of the ``weights`` in it, results, and how to load them."""
+    """Write an export's ``README.md``: origin of the ``weights``, results, and loading notes."""
     summary = summarize_run(run)
     made_by = RunDirectory(run).made_by() or "?"
     description = str(RunDirectory(run).read_recipe().get("description") or "").strip()
@@ -187,7 +187,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     version = _written_by(weights)
     if version is not None:
         lines.append(
-            f"- written by transformers {plain(version)}; the keys of 4.57 are there, too, if it has the architecture"
+            f"- written by transformers {plain(version)}; also includes keys for 4.57 if it supports the architecture"
         )
     ends = [code(name) for name in names_of_ends(weights)]
     if ends:
@@ -202,7 +202,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
 
 
 def _written_by(weights: Path) -> str | None:
-    """Return the version of transformers in a model's configuration."""
+    """Read the transformers version from a model's configuration."""
     path = weights / "config.json"
     if not path.is_file():
         return None
@@ -213,7 +213,7 @@ def _written_by(weights: Path) -> str | None:
 
 
 def _front_matter(model: str, weights: Path) -> list[str]:
-    """Return what the hub reads of a model card."""
+    """Build the model card metadata for the hub."""
     front: dict[str, object] = {"library_name": "transformers", "tags": ["posttrain"]}
     if is_adapter(str(weights)):
         front["library_name"] = "peft"
@@ -231,10 +231,10 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     has_head = "heads.safetensors" in digests
     if merge:
         if not adapter.is_file():
-            raise UsageError(f"--merge: {run.name} has no adapter; its weights are whole already")
+            raise UsageError(f"--merge: {run.name} has no adapter; its weights are already complete")
         if has_head:
             raise UsageError(
-                f"--merge: {run.name} has a head with its adapter, which a merged model would lose; leave out --merge"
+                f"--merge: {run.name} includes a head with the adapter, which merging would lose; omit --merge"
             )
         _merge_into_base(dtype, source, content)
         return []
@@ -243,46 +243,48 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
         base = str(read_object(adapter).get("base_model_name_or_path"))
     lower = ""
     if base:
-        with suppress(UsageError):  # a base that is not there peft does not find either
+        with suppress(UsageError):  # if the base is missing, peft cannot find it either
             lower = base_of(str(source))
-    if lower and is_adapter(lower):  # peft would load another model without a warning
-        remedy = "--merge exports a model that stands alone"
+    if lower and is_adapter(lower):  # peft would silently load the wrong model
+        remedy = "--merge exports a standalone model"
         if has_head:
             remedy = "train it from a merged export"
-        raise UsageError(f"{run.name}: its adapter is on top of an adapter, {base}, which peft does not load; {remedy}")
+        raise UsageError(
+            f"{run.name}: the adapter is stacked on another adapter, {base}, which peft cannot load; {remedy}"
+        )
     _copy_files(source, content, digests)
     if not base:
         return []
-    what = f"the weights are an adapter on top of {base}"
+    what = f"the weights are an adapter for {base}"
     if Path(base).exists():
-        what += ", which is a folder of this machine"
+        what += ", a local folder"
         if not has_head:
-            what += "; --merge exports a model that stands alone"
+            what += "; --merge exports a standalone model"
     if lower and Path(lower).is_dir():
         _compare_with_trained(dtype, source, content, "the exported adapter")
     else:
-        what += ". The base is not here, so the adapter was not compared with the trained model"
+        what += ". The base is not available here, so the adapter was not compared with the trained model"
     if _is_scorer(content):
         return [what, _SCORER]
     return [what]
 
 
 def _serve_older_readers(content: Path) -> list[str]:
-    """Add the keys that transformers 4 reads; returns a notice if it has none for this model."""
+    """Add keys for transformers 4. Returns a notice if this model cannot be expressed in them."""
     from posttrain.models.written.older_readers import write_older_keys
 
     if not (content / "config.json").is_file() and not (content / "tokenizer_config.json").is_file():
         return []
     if write_older_keys(content):
         return []
-    return ["config.json: transformers 4 has no keys for this model's rotary embedding; read it with transformers 5"]
+    return ["config.json: transformers 4 cannot express this model's rotary embedding; load it with transformers 5"]
 
 
 def _write_average(run: Path, step: int, content: Path, merge: bool) -> list[str]:
-    """Write the model of a checkpoint with the averages of its weights; returns a notice.
+    """Write a checkpoint's averaged weights as a model; returns a notice.
 
     Raises:
-        UsageError: the run keeps no average, or one with a head. CheckpointError: it does not verify.
+        UsageError: no average was kept, or it includes a head. CheckpointError: verification failed.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -293,28 +295,30 @@ def _write_average(run: Path, step: int, content: Path, merge: bool) -> list[str
     source = step_folder(run / "checkpoints", step)
     _verified(source)
     if merge:
-        raise UsageError("--merge: an average is exported as it is; export it without, then merge")
+        raise UsageError(
+            "--merge: cannot be combined with --weights ema; export without --merge, then merge the export"
+        )
     dtype, stored = _dtype_of(run), {}
     try:
         if (source / AVERAGES).is_file():
             stored = load_file(source / AVERAGES)
     except SafetensorError as error:
-        raise CheckpointError(f"{source / AVERAGES}: holds no tensors ({error})") from None
+        raise CheckpointError(f"{source / AVERAGES}: contains no tensors ({error})") from None
     averaged = {name.removeprefix(f"{EMA}."): x for name, x in stored.items() if name.startswith(f"{EMA}.")}
     if not averaged:
-        raise UsageError(f"--weights ema: {run.name} keeps no average of its weights; train with train.ema_decay")
+        raise UsageError(f"--weights ema: {run.name} has no averaged weights; train with train.ema_decay")
     loaded = load_model(_model_section(source, dtype), seed=0)
     named = dict(loaded.model.named_parameters())
     foreign = sorted(averaged.keys() - named.keys())
     if foreign:
-        raise UsageError(f"--weights ema: {run.name} trains more than the model ({foreign[0]}), which would be lost")
+        raise UsageError(f"--weights ema: {run.name} also trains {foreign[0]}, which the export would lose")
     with quiet_transformers():
         for name, value in averaged.items():
             named[name].data.copy_(value)
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)
     write_ends(content, loaded.tokenizer)
-    return ["the weights are the exponential moving average of those that were trained (train.ema_decay)"]
+    return ["the weights are an exponential moving average (train.ema_decay)"]
 
 
 def _dtype_of(run: Path) -> str:
@@ -330,24 +334,24 @@ def _copy_files(source: Path, content: Path, digests: Mapping[str, str]) -> None
         shutil.copyfile(source / name, content / name, follow_symlinks=False)
         with (content / name).open("rb") as copied:
             if file_digest(copied, "sha256").hexdigest() != digest:
-                raise StorageError(f"{name}: the copy differs from the checkpoint; try another disk")
+                raise StorageError(f"{name}: the copy differs from the checkpoint; try a different disk")
 
 
 def _verified(source: Path) -> dict[str, str]:
-    """Return the files of a checkpoint that are exported, with their SHA-256; all of them are checked and inside it."""
+    """Verify a checkpoint, and map the files to export to their SHA-256. All must be inside the checkpoint."""
     try:
         entries = verify(source)
         kept = [name for name in entries if name not in _TRAINING_ONLY and not _OPTIMIZER.fullmatch(name)]
-        for name in kept:  # a manifest of unknown origin may name anything
+        for name in kept:  # an untrusted manifest may name any path
             if Path(name).is_absolute() or (source / name).resolve() != source.resolve() / name:
-                raise Unverified(name, "leads out of the checkpoint")
+                raise Unverified(name, "leads outside the checkpoint")
     except Unverified as reason:
         raise CheckpointError(
-            f"{source}: {reason}; damaged weights are not exported. Choose another checkpoint with --weights, "
-            "or --weights none for recipe and results alone"
+            f"{source}: {reason}; damaged weights are not exported. Choose a different checkpoint with --weights, "
+            "or use --weights none for recipe and results only"
         ) from None
     except FileNotFoundError:
-        raise UsageError(f"{source}: the run has just deleted this checkpoint; do the same again") from None
+        raise UsageError(f"{source}: the run has just deleted this checkpoint; repeat the command") from None
     return {name: str(entries[name]["sha256"]) for name in kept}
 
 
@@ -361,14 +365,14 @@ def _merge_into_base(dtype: str, source: Path, content: Path) -> None:
     from posttrain.recipes.sections import AdapterSection
 
     section = _model_section(source, dtype).model_copy(update={"adapter": AdapterSection()})
-    loaded = load_model(section, seed=0)  # an adapter that is to get another one is merged
+    loaded = load_model(section, seed=0)  # loading with a new adapter section merges the existing adapter
     with quiet_transformers():
         note_untrained(loaded.model, str(source))
         loaded.model.save_pretrained(content)
         complete_folder(content, loaded.model)
     loaded.tokenizer.save_pretrained(content)
     write_ends(content, loaded.tokenizer)
-    del loaded  # one model at a time
+    del loaded  # keep only one model in memory
     _compare_with_trained(dtype, source, content, "--merge")
 
 
@@ -382,7 +386,7 @@ def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) ->
     """Load the adapter in ``source`` and its export, one after the other, and compare them.
 
     Raises:
-        RunFailure: they are not the same model.
+        RunFailure: the models differ.
     """
     from posttrain.models.export_comparison import check_same, read_probe
     from posttrain.models.load import load_model
@@ -406,5 +410,6 @@ def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) ->
     try:
         compare("fp32")
     except RunFailure:
-        # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
+        # In fp32, two ways to compute the same model may differ by more than the tolerance. In fp64 only the weights'
+        # rounding matters.
         compare("fp64")

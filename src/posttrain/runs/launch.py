@@ -1,4 +1,4 @@
-"""Starting, continuing and ending a run in its directory; the training itself is ``training/loop.py``."""
+"""Start, continue and finish a run in its directory; training itself is in ``training/loop.py``."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from posttrain.untrusted import allow_code_options
 DEFAULT_ROOT = "runs"
 # training/loop.py: run_training(recipe, files, *, resume, observer, should_stop, ...) -> TrainResult
 Train = Callable[..., Any]
-# Writes the files that show a run: curves, results, report (``reports.summary.write_summary``).
+# Writes the summary files: curves, results, report (``reports.summary.write_summary``).
 Summarize = Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run: ``reason`` is ``finished``, ``interrupted`` or ``stopped``; the last evaluation by name."""
+    """Outcome of a run. ``reason``: ``finished``, ``interrupted`` or ``stopped``. Evaluations are by name."""
 
     folder: Path
     step: int
@@ -59,12 +59,12 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """The place of a run, and how it begins there.
+    """Where and how a run starts.
 
-    root: the folder that holds run directories. name: the run's name; by default ``recipe_name`` with a counter, or
-    with ``resume`` the newest run of that name. recipe_name: the recipe's name on the command line. resume: continue
-    instead of starting. accept_changes: continue although recipe or records are others than those of the newest
-    checkpoint. notes: further notices at the start.
+    root: folder containing run directories. name: run name; default: ``recipe_name`` plus a counter, or with
+    ``resume`` the newest run with this name. recipe_name: recipe as given on the command line. resume: continue an
+    existing run. accept_changes: continue although recipe or records differ from the newest checkpoint. notes: extra
+    startup notices.
     """
 
     root: str | Path
@@ -84,24 +84,24 @@ def launch(
     train: Train | None = None,
     summarize: Summarize | None = None,
 ) -> RunResult:
-    """Train by ``recipe`` in ``start.root/start.name``, or continue the run there.
+    """Train ``recipe`` in ``start.root/start.name``, or continue the run there.
 
     Args:
         observer: receives events (``training/files.py``).
-        should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
-        train: the loop, if another than ``posttrain.training.loop.run_training``.
-        summarize: writes the run's summary, before the state ``finished``: a run that is killed in between goes on.
+        should_stop: ends the run after the current step, with a checkpoint and state ``stopped``.
+        train: training loop; default: ``posttrain.training.loop.run_training``.
+        summarize: writes the run summary before the state becomes ``finished``, so a run killed in between continues.
 
     Raises:
-        RunConflict: the directory is taken, or belongs to another recipe or process; it is unchanged.
-        UsageError: nothing there to resume, or the recipe cannot be run.
-        RunFailure: the work failed; what had been saved is intact and can be resumed.
+        RunConflict: the directory is taken, or belongs to a different recipe or process. Nothing was changed.
+        UsageError: nothing to resume, or the recipe is invalid.
+        RunFailure: training failed. Saved checkpoints are intact, and the run can be resumed.
     """
     recipe = recipe.resolve()
-    if isinstance(recipe, Recipe):  # a sparse autoencoder is trained by one process
+    if isinstance(recipe, Recipe):  # sparse autoencoders train in a single process
         check_scale(recipe.scale)
     if start.accept_changes and not start.resume:
-        raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
+        raise UsageError("--accept-changes only applies with --resume; add --resume, or omit it")
     if start.name is not None:
         check_run_name(start.name)
     is_new_root = not Path(start.root).exists()
@@ -130,10 +130,10 @@ def launch(
 
 
 def _take_back(folder: Path, is_new_root: bool) -> None:
-    """Remove a run that never began: the same command, once corrected, finds the name free."""
+    """Remove a run that never started, so that the corrected command can reuse the name."""
     shutil.rmtree(folder, ignore_errors=True)
     if is_new_root:
-        with suppress(OSError):  # other runs may have come into it
+        with suppress(OSError):  # other runs may have been created meanwhile
             folder.parent.rmdir()
 
 
@@ -142,7 +142,7 @@ def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Re
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
-        record.notice(f"removed what a killed write left behind: {', '.join(leftovers)}")
+        record.notice(f"removed leftovers from a killed write: {', '.join(leftovers)}")
     loop: Any = train or import_module("posttrain.training.loop").run_training
     with stop_on_signals() as was_signalled:
 
@@ -150,9 +150,9 @@ def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Re
             return was_signalled() or record.should_stop()
 
         about: dict[str, object] = {"resume": resume, "observer": record, "should_stop": should_stop}
-        if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains
+        if not isinstance(recipe, Recipe):  # sparse autoencoder: single process
             result = loop(recipe, files, **about)
-        elif recipe.scale.launcher == "ray":  # all processes are on a cluster; this one keeps status and log
+        elif recipe.scale.launcher == "ray":  # all ranks run on a cluster; this process keeps status and log
             if importlib.util.find_spec("ray") is None:
                 raise MissingExtra("ray", "ray", "scale.launcher: ray")
             cluster = import_module("posttrain.runs.ray")
@@ -161,7 +161,7 @@ def _train(recipe: RunRecipe, directory: RunDirectory, resume: bool, record: _Re
             with join_processes(recipe, directory.folder, resume) as process_group:
                 result = loop(recipe, files, process_group=process_group, **about)
     if result.reason == "interrupted":
-        what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
+        what = f"stopped and saved after step {result.step} of {record.status.steps}"
         record.notice(f"{what}; continue with: {resume_command(directory.folder)}")
         reason = record.reason
     else:
@@ -178,23 +178,23 @@ def find_or_train(
     say: Callable[[str], object],
     summarize: Summarize | None = None,
 ) -> tuple[Path, RunResult | None]:
-    """Find a finished run of exactly this resolved recipe under ``root``; without one, continue or make it.
+    """Find a finished run with exactly this resolved recipe under ``root``. Otherwise continue or start one.
 
-    Returns its folder, and how its training ended if there was one. ``say`` is given a message, ``observing`` opens the
-    observer of a training.
+    Returns its folder, and the training outcome if it trained. ``say`` receives messages; ``observing`` opens the
+    training observer.
 
     Raises:
-        RunConflict: another process is training the recipe.
+        RunConflict: another process is training this recipe.
     """
     finished, unfinished = find_runs(recipe, root)
     if finished is not None:
-        say(f"{recipe_name}: a finished run is there, {finished}")
+        say(f"{recipe_name}: using finished run {finished}")
         return finished, None
     name = None
     if unfinished is None:
         say(f"{recipe_name}: no finished run; training one")
     else:
-        say(f"{recipe_name}: going on with {unfinished}")
+        say(f"{recipe_name}: continuing {unfinished}")
         name = unfinished.name
     with observing() as observer:
         start = RunStart(root, name, recipe_name, resume=name is not None)
@@ -203,18 +203,18 @@ def find_or_train(
 
 
 def find_runs(recipe: RunRecipe, root: Path) -> tuple[Path | None, Path | None]:
-    """Return the newest finished run of exactly this recipe, and the newest that could go on."""
+    """Find the newest finished run and the newest resumable run with exactly this recipe."""
     finished, unfinished = runs_by_recipe(recipe, root)
     return next(iter(finished), None), next(iter(unfinished), None)
 
 
 def runs_by_recipe(recipe: RunRecipe, root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the finished runs of exactly this recipe, and those that could go on, the newest first."""
+    """List finished and resumable runs with exactly this recipe, newest first."""
     finished = []
     unfinished = []
     for name in run_names(root):
         run = RunDirectory(root / name)
-        with suppress(DataError):  # a damaged run is not this one; `posttrain runs` reports it
+        with suppress(DataError):  # skip damaged runs; `posttrain runs` reports them
             if "model" in run.read_recipe() and not run.changed_keys(recipe):
                 status = run.read_status()
                 if status is not None and status.state == "finished":
@@ -227,7 +227,7 @@ def runs_by_recipe(recipe: RunRecipe, root: Path) -> tuple[list[Path], list[Path
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that continues a run here, where the code that it named was allowed to run."""
+    """Build the command that resumes a run, including options for code that was allowed."""
     words = ["posttrain", "runs", "resume", folder.name]
     root = str(folder.parent)
     if root != DEFAULT_ROOT:
@@ -236,7 +236,7 @@ def resume_command(folder: Path) -> str:
 
 
 def _new_folder(start: RunStart, recipe: RunRecipe) -> Path:
-    """Make a directory to start in; an existing one is only taken if it is empty."""
+    """Create the run directory. An existing one must be empty."""
     root = Path(start.root)
     name = start.name
     with storage_errors("runs", root):
@@ -257,23 +257,23 @@ def _new_folder(start: RunStart, recipe: RunRecipe) -> Path:
 
 def _refuse_taken(directory: RunDirectory, recipe: RunRecipe) -> None:
     folder = directory.folder
-    other = "Nothing was changed. Choose another name with --run NAME"
+    other = "Nothing was changed. Choose a different name with --run NAME"
     if not folder.exists() or (folder.is_dir() and directory.is_empty):
         return
     if not directory.recipe_path.is_file():
-        raise RunConflict(f"{folder}: this is no run. {other}")
+        raise RunConflict(f"{folder}: this is not a run. {other}")
     refuse_live_folder(folder)
     status = directory.read_status()
     changed = directory.changed_keys(recipe)
     where = "has no status"
-    if status is not None:  # no process works in it: "running" is the state of a killed one
+    if status is not None:  # no process holds the lock, so "running" means killed
         state: str = status.state
         if state == "running":
             state = "killed"
         where = f"is at step {status.step} of {status.steps} ({state})"
-    what = f"of the same recipe exists already and {where}. Continue it with --resume. {other}"
+    what = f"with the same recipe already exists and {where}. Continue it with --resume. {other}"
     if hard_changes(changed):
-        what = f"belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
+        what = f"belongs to a different recipe and {where}. {describe_changes(changed)}\n{other}"
     raise RunConflict(f"{folder}: this run {what}")
 
 
@@ -286,10 +286,10 @@ def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
     candidates = [one for one in known if re.fullmatch(pattern, one)]
     if candidates:
         return max((root / one for one in candidates), key=_age)
-    problem = f"nothing to continue in {root}: no {base!r} there. {list_names(known)}. Name the run with --run NAME; to"
+    problem = f"nothing to continue in {root}: no run {base!r}. {list_names(known)}. Name the run with --run NAME; to"
     if name is not None:
-        problem = f"there is no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. To"
-    raise UsageError(f"--resume: {problem} start a new run, leave out --resume")
+        problem = f"no run {name!r} in {root}.{suggest(name, known)} {list_names(known)}. To"
+    raise UsageError(f"--resume: {problem} start a new run, omit --resume")
 
 
 def _age(run: Path) -> tuple[float, str]:
@@ -297,22 +297,24 @@ def _age(run: Path) -> tuple[float, str]:
 
 
 def _claim(directory: RunDirectory, recipe: RunRecipe, start: RunStart) -> tuple[RunRecipe, list[str]]:
-    """Make the locked directory ours, or refuse; returns the recipe to go by, and notices to show."""
+    """Claim the locked directory, or refuse. Returns the recipe to use, and notices to show."""
     if start.resume:
         recipe = directory.as_it_began(recipe)
         warnings = claim_to_resume(directory, recipe, start.accept_changes)
         status = directory.read_status()
         if not warnings and status is not None and status.state == "finished":
-            return recipe, ["this run had finished; it is only checked, and its results shown again"]
+            return recipe, ["this run is already finished; checking it and showing the results"]
         return recipe, warnings
     if not directory.is_empty:
-        raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
+        raise RunConflict(
+            f"{directory.folder}: another process claimed this name first. Choose a different name with --run NAME"
+        )
     directory.write_recipe(recipe)
     return recipe, []
 
 
 def start_text(info: Mapping[str, Any]) -> str:
-    """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
+    """Describe a start: steps, examples, dropped and repeated rows, trained parameters."""
     size = info.get("size") or f"{info['num_examples']:,} examples"
     length = info.get("length") or f"{info['steps']} steps on {size}"
     if info.get("origin"):
@@ -324,7 +326,7 @@ def start_text(info: Mapping[str, Any]) -> str:
         if counts:
             parts.append(f"dropped: {', '.join(counts)}")
     if info.get("num_repeated"):
-        parts.append(f"{info['num_repeated']:,} rows of the data repeat an earlier one, and count again")
+        parts.append(f"{info['num_repeated']:,} duplicate rows, which are kept")
     if info.get("trained"):
         parts.append(info["trained"])
     if info.get("resumed_from"):
@@ -333,7 +335,7 @@ def start_text(info: Mapping[str, Any]) -> str:
 
 
 class _Record:
-    """An observer that keeps status and log, and passes every event on."""
+    """Observer that writes status and log, and forwards all events."""
 
     def __init__(
         self, directory: RunDirectory, status: RunStatus, observer: Observer, should_stop: Callable[[], bool]
@@ -344,7 +346,7 @@ class _Record:
         self.should_stop = should_stop
         self.started = False
         self.reason: State = "finished"
-        self.finish: dict[str, Any] | None = None  # the event, which is passed on when everything is written
+        self.finish: dict[str, Any] | None = None  # held back until everything is written
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         if event == "start":
@@ -357,7 +359,7 @@ class _Record:
             primary = info["primary_metric"]
             results = info["results"]
             result = "evaluated"
-            if primary is not None and primary.name in results:  # a further task may lack what the first one has
+            if primary is not None and primary.name in results:  # additional tasks may lack the first task's metric
                 self.update(primary_metric=primary.name, held_out=primary.numbers(results), evaluation=info["name"])
                 result = f"{primary.name} {results[primary.name]}"
             self.directory.log(f"step {info['step']}: {info['name']}: {result}")
@@ -381,27 +383,27 @@ class _Record:
         self.observer(event, info)
 
     def begin(self, notices: Sequence[str]) -> None:
-        """Write the status of a run that starts, and tell what is to be known about it."""
+        """Write the initial status and show startup notices."""
         self.update()
         for message in notices:
             self.notice(message)
 
     def tell_finish(self) -> None:
-        """Pass on that the run has ended."""
+        """Forward the held-back finish event."""
         if self.finish is not None:
             self.observer("finish", self.finish)
 
     def notice(self, message: str) -> None:
-        """Write a message to the log, and give it to the observer."""
+        """Log a message and forward it to the observer."""
         self("notice", {"message": message})
 
     def update(self, **changes: Any) -> None:
-        """Change the status."""
+        """Update and write the status."""
         self.status = replace(self.status, updated=time.time(), **changes)
         self.directory.write_status(self.status)
 
     def conclude(self, summarize: Summarize | None) -> None:
-        """Write the summary and the final state; ``finished`` comes last, and says that everything is there."""
+        """Write the summary and final state. ``finished`` is written last, after everything else."""
         is_finished = self.reason == "finished"
         if not is_finished:
             self.end(None)
@@ -411,14 +413,14 @@ class _Record:
             self.end(None)
 
     def end(self, error: BaseException | None, *, goes: bool = False) -> None:
-        """Set the final state; after an error, write how to continue unless the run ``goes`` away."""
+        """Write the final state. After an error, log how to continue unless the run is removed (``goes``)."""
         state = self.reason
         message = None
         end = state
         if error is not None:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 state = "interrupted"
-                message = "stopped at once"
+                message = "stopped immediately"
                 end = "stopped"
             else:
                 state = "failed"
@@ -433,12 +435,12 @@ class _Record:
             self.directory.log(line)
             if error is not None and self.started and not goes:
                 saved = checkpoint_steps(self.directory.folder / "checkpoints")
-                kept = "no checkpoint had been saved yet"
+                kept = "no checkpoint was saved yet"
                 if saved:
-                    kept = f"the newest checkpoint is of step {saved[-1]}"
+                    kept = f"the newest checkpoint is step {saved[-1]}"
                 made = f"{end} after step {self.status.step} of {self.status.steps}"
                 self.notice(f"{made}; {kept}; continue with: {resume_command(self.directory.folder)}")
-        except (StorageError, OSError) as failure:  # the first error is the one to show
+        except (StorageError, OSError) as failure:  # report the original error first
             if error is None:
                 raise
             error.add_note(str(failure))

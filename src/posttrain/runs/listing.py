@@ -1,7 +1,7 @@
-"""Lists of runs, and run families: functions over run directories that read and never write.
+"""Read-only queries over run directories: lists, summaries, comparisons and run families.
 
-A recipe names another run by its path (``model.name: runs/demo-sft``, ``teacher.name``, ``rewards[].run``, or a
-checkpoint in one). Any value of a recipe that leads into a run of the same runs folder makes that run a parent.
+A recipe may refer to other runs by path (``model.name: runs/demo-sft``, ``teacher.name``, ``rewards[].run``, or a
+checkpoint inside). If a recipe value leads into a run in the same runs folder, that run is a parent.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from posttrain.store.rollouts import RolloutStore
 
 RunState = Literal["running", "finished", "failed", "interrupted", "stopped", "dead", "damaged"]
 T = TypeVar("T")
-ABSENT = "not there"  # in place of the value of a key that a recipe does not have
+ABSENT = "absent"  # replaces the value if a recipe lacks the key
 _MAX_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run at a glance.
+    """Summary of one run.
 
-    ``state`` is ``running`` only while a process holds the run's lock; a run whose status is that without one was
-    killed and is ``dead``. ``damaged`` runs have files that cannot be read: ``problem`` names them. ``metrics`` are
-    those of the last step, ``primary_metric`` names the result that ranks it, ``held_out`` has its numbers in the last
-    held-out evaluation, ``disk_bytes`` the size of the directory, ``created`` the first start (ISO 8601, UTC). ``name``
-    is relative to the runs folder.
+    ``state``: ``running`` requires a process holding the run's lock. If the status is ``running`` without a lock, the
+    run was killed and is ``dead``. ``damaged``: files are unreadable, see ``problem``. ``metrics``: from the last
+    training step. ``primary_metric``: ranks the run; ``held_out``: its numbers in the last held-out evaluation.
+    ``disk_bytes``: directory size. ``created``: first start (ISO 8601, UTC). ``name``: relative to the runs folder.
     """
 
     name: str
@@ -58,7 +57,7 @@ class RunSummary:
 
     @property
     def result(self) -> str:
-        """Its primary metric as text; empty where it was not evaluated."""
+        """The primary metric as text; empty if never evaluated."""
         metric = metric_of(self.primary_metric or "")
         return metric.describe(metric.brief(self.held_out))
 
@@ -74,7 +73,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class SweepSummary:
-    """One folder that ``posttrain sweep`` made, at a glance."""
+    """Summary of one folder created by ``posttrain sweep``."""
 
     name: str
     path: Path
@@ -84,7 +83,7 @@ class SweepSummary:
     disk_bytes: int
 
 
-# The order of a list; runs without a value come last.
+# Sort orders. Runs without a value come last.
 SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "created": (lambda run: run.created, False),
     "name": (lambda run: run.name, False),
@@ -96,15 +95,15 @@ SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
 def list_runs(
     root: str | Path, *, patterns: Sequence[str] = (), states: Sequence[str] = (), sort: str = "created"
 ) -> list[RunSummary]:
-    """Return the runs under ``root``, oldest first; none where there is no such folder.
+    """List runs under ``root``, oldest first; empty if the folder is missing.
 
     Args:
-        patterns: only runs with a name that fits one of these; ``sweep-x/cells/*`` names those of a sweep.
-        states: only runs in one of these states.
+        patterns: shell patterns for run names; ``sweep-x/cells/*`` matches the runs of a sweep.
+        states: run states to include.
         sort: a key of ``SORT_KEYS``.
 
     Raises:
-        UsageError: no such state or key.
+        UsageError: unknown state or sort key.
     """
     for state in states:
         _refuse_unknown("--state", state, get_args(RunState))
@@ -123,18 +122,18 @@ def list_runs(
 
 def _refuse_unknown(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
-        raise UsageError(f"{option}: there is no {given!r}.{suggest(given, known)} Known: {', '.join(known)}")
+        raise UsageError(f"{option}: unknown value {given!r}.{suggest(given, known)} Known: {', '.join(known)}")
 
 
 def summarize_sweep(root: str | Path, name: str) -> SweepSummary:
-    """Return one sweep at a glance."""
+    """Summarize one sweep."""
     folder = Path(root) / name
     states = [summarize_run(Path(root) / trial).state for trial in trial_names(root, name)]
     return SweepSummary(name, folder, is_live(folder), len(states), states.count("finished"), disk_bytes(folder))
 
 
 def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
-    """Return one run at a glance. If something cannot be read, it is ``damaged``, with the reason."""
+    """Summarize one run. If anything is unreadable, it is ``damaged``, with the reason."""
     directory = RunDirectory(path)
     problems: list[str] = []
     recipe: dict[str, Any] = _read_or(directory.read_recipe, {}, problems)
@@ -142,9 +141,9 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
     status = _read_or(directory.read_status, None, problems)
     log = MetricsLog(directory.folder / "metrics.jsonl")
     last = _read_or(lambda: log.last(lambda row: not is_evaluation(row)), None, problems)
-    steps = _section(recipe, "train").get("steps") or 0  # null where passes are counted, and the status has the number
+    steps = _section(recipe, "train").get("steps") or 0  # null if epochs are counted; the status has the number
     if not isinstance(steps, int):
-        problems.append(f"{directory.recipe_path}: train.steps is no whole number")
+        problems.append(f"{directory.recipe_path}: train.steps is not a whole number")
         steps = 0
     state: RunState
     if problems:
@@ -155,7 +154,7 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
         state = "dead"
     else:
         state = status.state
-    activations = _section(recipe, "activations")  # of a sparse autoencoder
+    activations = _section(recipe, "activations")  # sparse autoencoder
     if "folder" in activations:
         model = str(activations["folder"])
     else:
@@ -191,10 +190,10 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
 
 
 def show_run(path: str | Path) -> dict[str, object]:
-    """Return everything about one run as plain data.
+    """Collect everything about one run as plain data.
 
-    Keys: the fields of ``RunSummary``, ``message`` (the reason of a failure), ``checkpoints`` (step, disk_bytes, best),
-    ``warnings`` (why it cannot learn), ``evaluations`` (name, step, and results), ``rollouts`` (number by step).
+    Keys: the fields of ``RunSummary``, ``message`` (failure reason), ``checkpoints`` (step, disk_bytes, best),
+    ``warnings`` (why it cannot learn), ``evaluations`` (name, step, results), ``rollouts`` (count by step).
     """
     directory = RunDirectory(path)
     summary = summarize_run(path)
@@ -229,16 +228,16 @@ def show_run(path: str | Path) -> dict[str, object]:
 
 
 def evaluations(rows: list[MetricsRow]) -> list[dict[str, Any]]:
-    """Return held-out evaluations in the order in which they were done: ``name``, ``step`` and their results."""
+    """List held-out evaluations in chronological order: ``name``, ``step`` and results."""
     found = []
     for point in evaluation_points(rows):
         about = {"name": point.name, "step": point.step}
-        found.append(about | point.results | about)  # whatever a result is called
+        found.append(about | point.results | about)  # name and step take precedence over results
     return found
 
 
 def disk_bytes(folder: str | Path) -> int:
-    """Return the bytes in all files under a folder; links count nothing. Files that vanish meanwhile are left out."""
+    """Sum file sizes under a folder. Links count as zero, and files that vanish meanwhile are skipped."""
     total = 0
     folders = [os.fspath(folder)]
     while folders:
@@ -249,7 +248,7 @@ def disk_bytes(folder: str | Path) -> int:
                         folders.append(item.path)
                     elif item.is_file(follow_symlinks=False):
                         total += item.stat(follow_symlinks=False).st_size
-        except OSError:  # a live run prunes its checkpoints; or the folder is not readable
+        except OSError:  # a live run may delete checkpoints, or the folder is unreadable
             continue
     return total
 
@@ -286,11 +285,11 @@ def _checkpoints(folder: Path) -> list[dict[str, int | bool]]:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Several runs; every list has one entry per run, in the order in which they were named.
+    """Several runs compared. Every list has one entry per run, in the given order.
 
-    ``last``: by evaluation, its last results with their ``step``; None for a run that was not so evaluated.
-    ``seconds``: of steps and evaluations. ``recipe``: dotted keys in which the stored recipes differ (``ABSENT`` where
-    one has no such key); ``num_equal_keys`` have one value in all of them.
+    ``last``: last results by evaluation, with their ``step``; None if a run lacks this evaluation. ``seconds``: time
+    in steps and evaluations. ``recipe``: dotted keys whose values differ (``ABSENT`` for a missing key).
+    ``num_equal_keys``: number of keys with equal values in all runs.
     """
 
     runs: list[RunSummary]
@@ -301,7 +300,7 @@ class SideBySide:
 
 
 def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
-    """Read the runs and find the differences.
+    """Load runs and find their differences.
 
     Raises:
         DataError: a record is damaged.
@@ -313,7 +312,7 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
     last_by_name = [{item["name"]: item for item in evaluations(own)} for own in rows]
     names = dict.fromkeys(name for own in last_by_name for name in own)
     for directory in directories:
-        directory.read_status()  # a damaged one is refused
+        directory.read_status()  # raises if damaged
     return SideBySide(
         runs=[summarize_run(directory.folder) for directory in directories],
         last={name: [own.get(name) for own in last_by_name] for name in names},
@@ -324,14 +323,14 @@ def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
 
 
 def seconds_of(rows: Iterable[MetricsRow]) -> float:
-    """Return the seconds of steps and evaluations, over all starts of the run."""
+    """Sum the seconds spent in steps and evaluations over all starts."""
     return sum(row.timing.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds"))
 
 
 def _values_by_key(recipes: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    """Return the value of each dotted key in every recipe, without the description.
+    """Collect values for each dotted key across recipes, except the description.
 
-    A section is no key: it is an empty list or mapping where another recipe has something.
+    Sections are not keys. A section appears as an empty list or mapping if other recipes have values in it.
     """
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "description")
     sections = set()
@@ -342,16 +341,16 @@ def _values_by_key(recipes: Sequence[Mapping[str, object]]) -> dict[str, list[ob
     return {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys if key not in sections}
 
 
-# The role of a parent, by the first part of the key that names it.
+# Maps the section of the referring key to the parent's role.
 ROLES = {"model": "start", "teacher": "teacher", "rewards": "reward", "task": "data", "eval": "evaluation"}
-_NAMES = ("model.name", "teacher.name")  # `tiny` and names of the hub may be their values, too
+_NAMES = ("model.name", "teacher.name")  # their values may also be `tiny` or hub names
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One run depends on another. Names are relative to the runs folder.
+    """A dependency between two runs. Names are relative to the runs folder.
 
-    ``step``: the checkpoint of the parent, where that is known. ``is_there``: whether the parent still exists.
+    ``step``: the parent's checkpoint, if known. ``is_there``: the parent still exists.
     """
 
     child: str
@@ -362,9 +361,9 @@ class Link:
 
 
 def find_links(root: str | Path) -> list[Link]:
-    """Return the links of all runs under ``root`` (sweeps included) to their parents there.
+    """Find all links from runs under ``root``, including sweeps, to parents in the same folder.
 
-    A run whose recipe cannot be read has none.
+    Runs with unreadable recipes have no links.
     """
     folder = Path(root)
     links: list[Link] = []
@@ -380,10 +379,10 @@ def find_links(root: str | Path) -> list[Link]:
 
 
 def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[int, str]:
-    """Return the checkpoints of ``parent`` that other runs depend on, with the name of one of them.
+    """Map checkpoints of ``parent`` in use by other runs to the name of one such run.
 
-    A child that names the whole run depends on its best checkpoint, else its newest, unless its own checkpoints record
-    which one it was.
+    A child that names the entire run uses its best checkpoint, else its newest, unless the child's checkpoints record
+    which one was used.
     """
     folder = Path(root) / parent / "checkpoints"
     default = best_step(folder) or max(checkpoint_steps(folder), default=None)
@@ -405,7 +404,7 @@ def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: 
     if not (is_run or is_name or "/" in value):
         return
     real = root.resolve()
-    bases = [Path.cwd(), *real.parents]  # a relative path may be relative to these
+    bases = [Path.cwd(), *real.parents]  # base folders for relative paths
     if is_run:
         bases.append(real)
     for base in bases:
@@ -423,7 +422,7 @@ def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: 
 
 
 def _length_of_name(parts: Sequence[str], known: Sequence[str]) -> int:
-    """Return how many parts of a path are the name of a run; of one that is gone, those before its checkpoints."""
+    """Count the path parts that form a run name. For deleted runs, use the parts before ``checkpoints``."""
     for end in range(1, len(parts) + 1):
         if "/".join(parts[:end]) in known:
             return end
@@ -433,7 +432,7 @@ def _length_of_name(parts: Sequence[str], known: Sequence[str]) -> int:
 
 
 def _step_of(root: Path, child: str, parent: str, section: str, value: str, rest: Sequence[str]) -> int | None:
-    """The parent's checkpoint: by the path, else as the child's own newest checkpoint records it."""
+    """Find the parent's checkpoint from the path, else from the child's newest checkpoint."""
     if len(rest) > 1 and rest[0] == "checkpoints":
         match = STEP_FOLDER.fullmatch(rest[1])
         if match:

@@ -1,4 +1,4 @@
-"""A model by name: of a run, of one of its checkpoints, or any name of a model."""
+"""Resolve model names: a run, a run's checkpoint, or any model name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from posttrain.untrusted import kind_of_file
 
 
 def read_run_recipe(folder: Path) -> Recipe:
-    """The resolved recipe of a run, which allows no code (``recipe.stored_recipe``).
+    """Load a run's resolved recipe without allowing code (``recipe.stored_recipe``).
 
     Raises:
-        DataError, RecipeError: it cannot be read, or this version does not know its keys.
+        DataError, RecipeError: unreadable, or this version does not know its keys.
     """
     run = RunDirectory(folder)
     try:
@@ -25,14 +25,14 @@ def read_run_recipe(folder: Path) -> Recipe:
         made_by = run.made_by()
         if made_by in (None, __version__):
             raise
-        raise RecipeError(f"{error} (posttrain {made_by} made this run; this is {__version__})") from None
+        raise RecipeError(f"{error} (this run was created by posttrain {made_by}; this is {__version__})") from None
 
 
 def find_source(name: str, runs_dir: str | Path) -> ModelSource:
-    """A model by the name of a run, the path of a run or of one of its checkpoints, or any name of a model.
+    """Resolve a model by run name, run or checkpoint path, or any model name.
 
     Raises:
-        UsageError: a run without a recipe that can be read, or without that checkpoint.
+        UsageError: the run has no readable recipe, or no such checkpoint.
     """
     path = Path(name)
     if name and any(kind_of_file(place / name / "recipe.yaml") == "file" for place in (Path(runs_dir), Path())):
@@ -43,7 +43,7 @@ def find_source(name: str, runs_dir: str | Path) -> ModelSource:
     if checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
         if not path.is_dir():
             there = ", ".join(sorted(p.name for p in checkpoint.parent.iterdir() if p.is_dir())) or "none"
-            raise UsageError(f"{name}: the run {run} has no such checkpoint. There: {there}")
+            raise UsageError(f"{name}: no such checkpoint in run {run}. Available: {there}")
         label = f"{run.resolve().name}@{path.relative_to(checkpoint.parent)}"
         return ModelSource(name, label, str(path), run, read_run_recipe(run))
     return ModelSource(name, name, name)

@@ -1,8 +1,8 @@
-"""Names of runs under a runs folder, and the way from a name to a folder that may be changed.
+"""Run names under a runs folder, and their safe resolution to folders that may be changed.
 
-A name is a path relative to the runs folder: ``tiny-grpo``, a sweep ``sweep-ppo``, or one of its runs,
-``sweep-ppo/start`` and ``sweep-ppo/cells/ppo-seed0``. Code that changes or deletes something calls ``locate``, which
-never leads out of the runs folder: names are checked part by part, and a folder that is a symbolic link is refused.
+A name is a path relative to the runs folder: ``tiny-grpo``, the sweep ``sweep-ppo``, or a run inside it,
+``sweep-ppo/start`` and ``sweep-ppo/cells/ppo-seed0``. Code that changes or deletes files calls ``locate``, which never
+leaves the runs folder: it checks every path component and refuses symbolic links.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from posttrain.untrusted import kind_of_file
 
 TRIALS = "cells"
 START = "start"
-PLAN = "sweep.yaml"  # makes a folder a sweep
+PLAN = "sweep.yaml"  # marks a folder as a sweep
 _PATTERN = "*?["
 _NUM_NAMED = 8  # runs in a message
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFolder:
-    """A run or a sweep: its name under the runs folder, and its folder."""
+    """A run or sweep: its name under the runs folder, and its path."""
 
     name: str
     path: Path
@@ -40,12 +40,12 @@ class NamedFolder:
 
 
 def started_sweeps(root: str | Path) -> list[str]:
-    """Return the names of the sweeps under ``root``, in alphabetical order."""
+    """List sweeps under ``root`` alphabetically."""
     return folders_with(root, PLAN)
 
 
 def trial_names(root: str | Path, sweep: str) -> list[str]:
-    """Return the names of the runs of a sweep: its start, if there is one, and its cells."""
+    """List the runs in a sweep: the start run if present, then its trials."""
     folder = Path(root) / sweep
     start = []
     if (folder / START / "recipe.yaml").is_file():
@@ -54,7 +54,7 @@ def trial_names(root: str | Path, sweep: str) -> list[str]:
 
 
 def every_run_name(root: str | Path) -> list[str]:
-    """Return the names of all runs under ``root``, those of sweeps included."""
+    """List all run names under ``root``, including runs in sweeps."""
     names = run_names(root)
     for sweep in started_sweeps(root):
         names += trial_names(root, sweep)
@@ -62,7 +62,7 @@ def every_run_name(root: str | Path) -> list[str]:
 
 
 def sweep_of(folder: Path) -> Path | None:
-    """Return the sweep that a run belongs to, or None."""
+    """Find the sweep that contains a run; None for standalone runs."""
     if folder.parent.name == TRIALS:
         above = folder.parent.parent
     elif folder.name == START:
@@ -75,12 +75,12 @@ def sweep_of(folder: Path) -> Path | None:
 
 
 def locate(root: str | Path, name: str) -> NamedFolder:
-    """Return the run or sweep called ``name``, for changing or deleting it.
+    """Locate the run or sweep ``name`` for modification.
 
-    The name may begin with the runs folder itself, as a shell completes it (``runs/tiny-grpo/``).
+    The name may include the runs folder, as shell completion adds it (``runs/tiny-grpo/``).
 
     Raises:
-        UsageError: a name that could lead elsewhere, a link, or nothing of that name.
+        UsageError: the name could lead elsewhere, is a link, or does not exist.
     """
     folder = Path(root)
     sweeps = started_sweeps(root)
@@ -90,27 +90,27 @@ def locate(root: str | Path, name: str) -> NamedFolder:
         relative = PurePosixPath(relative).relative_to(folder.as_posix()).as_posix()
     if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
-            f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a sweep and its runs. "
-            f"Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
+            f"{shorten(name)}: a run name may contain {NAME_RULE}, with '/' between a sweep and its runs. "
+            f"Nothing outside {folder} is changed; use --runs-dir for a different runs folder"
         )
     path = folder
     for part in relative.split("/"):
         path = path / part
         if path.is_symlink():
             raise UsageError(
-                f"{path}: this is a link to another place, and only what lies in {folder} is changed. "
-                "Work on the folder that it leads to, with --runs-dir"
+                f"{path}: this links to another location, and only files inside {folder} are changed. "
+                "Use --runs-dir with the folder it points to"
             )
     if relative not in known:
-        raise UsageError(f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names(known)}")
+        raise UsageError(f"no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names(known)}")
     return NamedFolder(relative, path, is_sweep=relative in sweeps)
 
 
 def locate_all(root: str | Path, names: Sequence[str]) -> list[NamedFolder]:
-    """Return the runs and sweeps called so, each once; ``tiny-*`` stands for every run and sweep that fits.
+    """Locate multiple runs and sweeps without duplicates. Patterns such as ``tiny-*`` match runs and sweeps.
 
     Raises:
-        UsageError: as ``locate``, or a pattern that nothing fits.
+        UsageError: see ``locate``; or nothing matches a pattern.
     """
     places: dict[str, NamedFolder] = {}
     for name in names:
@@ -119,7 +119,9 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[NamedFolder]:
             known = [*every_run_name(root), *started_sweeps(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names(known)}; give a name of one")
+                raise UsageError(
+                    f"nothing in {root} matches {shorten(name)}. {list_names(known)}; give an existing name"
+                )
         for exact in matching:
             place = locate(root, exact)
             places.setdefault(place.name, place)
@@ -127,24 +129,24 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[NamedFolder]:
 
 
 def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> None:
-    """Refuse the name of a model that is no run and no folder, and that neither the hub nor its cache can give.
+    """Refuse a model name that is neither a run nor a folder, nor available from the hub or its cache.
 
-    No library that loads models is imported for that. What is there is judged by the code that opens it.
+    Imports no model library. Existing files are validated later by the code that opens them.
 
     Raises:
-        UsageError: with the runs that there are.
+        UsageError: lists the existing runs.
     """
     path = Path(name)
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
     if inside in started_sweeps(root):
         trials = trial_names(root, inside)
         if trials:
-            raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
+            raise UsageError(f"{shorten(name)} is a sweep; choose a run inside it. {list_names(trials)}")
     if name in PUBLISHED or is_gguf(path):
         return
     if kind_of_file(path) == "file" and not may_be_file:
         raise UsageError(
-            f"{shorten(name)} is a file; give a model's folder, a hub name, or a run (of a recipe: train it)"
+            f"{shorten(name)} is a file; give a model folder, a hub name, or a run (if it is a recipe, train it first)"
         )
     if name in ("", *EMBEDDED_MODELS) or kind_of_file(path.expanduser()) != "nothing":
         return
@@ -155,9 +157,9 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
         near = suggest(name.removeprefix(f"{Path(root)}/"), known)
         raise UsageError(f"{shorten(name)}: no such run or folder.{near} {list_names(known)}")
     if name in recipe_names():
-        raise UsageError(f"{shorten(name)} is a recipe; train it, and give the run")
+        raise UsageError(f"{shorten(name)} is a recipe; train it first, then give the run")
     if name in registry.names("task"):
-        raise UsageError(f"{shorten(name)} is a task, and no model; a task is given by --task")
+        raise UsageError(f"{shorten(name)} is a task, not a model; use --task for tasks")
     hint = suggest(name, [*EMBEDDED_MODELS, *PUBLISHED])
     try:
         refuse_out_of_reach(name)
@@ -166,12 +168,12 @@ def refuse_absent(root: str | Path, name: str, *, may_be_file: bool = False) -> 
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return whether a name fits a shell pattern; ``*`` does not reach into a sweep."""
+    """Match a name against a shell pattern; ``*`` does not cross ``/``."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def runs_of(root: str | Path, place: NamedFolder) -> list[NamedFolder]:
-    """Return the runs that a place stands for: itself, or those of the sweep."""
+    """Expand to individual runs: the run itself, or all runs in the sweep."""
     if place.is_sweep:
         return [locate(root, name) for name in trial_names(root, place.name)]
     return [place]

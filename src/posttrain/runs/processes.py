@@ -1,4 +1,4 @@
-"""The processes that train one run: started here, by torchrun or by srun; rank 0 gives the others their task."""
+"""Distributed processes for one run, started locally or by torchrun or srun. Rank 0 sends the task to all ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from posttrain.training.distributed import Processes
     from posttrain.training.loop import TrainResult
 
-FOLLOW = "__follow"  # the command of a process that trains with others
-LAST_SECONDS = 40.0  # for this process to notice that another one ended, where it waits for that one
+FOLLOW = "__follow"  # command for ranks other than 0
+LAST_SECONDS = 40.0  # grace period to notice that a peer ended while waiting for it
 
 
 def num_started() -> int | None:
-    """Return how many processes torchrun or srun has started for the run; None where none of them did."""
+    """Read the world size set by torchrun or srun; None if neither launched this process."""
     world_size = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and world_size.isdecimal():
         return int(world_size)
@@ -36,45 +36,45 @@ def num_started() -> int | None:
 
 
 def is_follower() -> bool:
-    """Return whether this process is one of those, and not the first."""
+    """Check if torchrun or srun launched this process with a rank other than 0."""
     return num_started() is not None and os.environ["RANK"] != "0"
 
 
 def check_scale(scale: ScaleSection) -> None:
-    """Refuse a run of which this process cannot be the first.
+    """Check that this process can be rank 0 of the run.
 
     Raises:
-        UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
+        UsageError: torchrun's processes do not match the recipe, or were not started.
     """
     there = num_started()
     if scale.launcher == "ray" and there is not None:
         raise UsageError(
-            "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
-            "is in the environment); start the command alone, or use launcher torchrun"
+            "scale.launcher: ray starts all processes itself, but torchrun or srun started this one (RANK is set in "
+            "the environment); run the command without them, or use launcher torchrun"
         )
     if scale.sharding != "none" and (there or scale.processes) == 1:
         raise UsageError(
-            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
-            "scale.processes, or sharding none"
+            f"scale.sharding: {scale.sharding} shards the model, but this run has a single process; set "
+            "scale.processes, or use sharding none"
         )
     if scale.launcher == "torchrun" and there is None:
         raise UsageError(
-            "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
+            "scale.launcher: torchrun did not start this process (RANK is not set in the environment); use "
             "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
         )
     if is_follower():
         raise UsageError(
-            f"this is process {os.environ.get('RANK')} of {there} that torchrun started, and only `posttrain train` "
-            "and `posttrain runs resume` work in several; start this command without it"
+            f"torchrun started {there} processes (this is rank {os.environ.get('RANK')}), but only `posttrain train` "
+            "and `posttrain runs resume` support several processes; run this command without torchrun"
         )
     if there is not None and scale.processes not in (1, there):
         raise UsageError(
-            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
+            f"scale.processes: {scale.processes}, but torchrun started {there}; omit the key, or use the same number"
         )
 
 
 def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) -> dict[str, Any]:
-    """Return the task of processes that read no command line, as plain data; ``path``: with this one's ``sys.path``."""
+    """Build the task for ranks that read no command line, as plain data. ``path``: include ``sys.path``."""
     places = []
     if path:
         places = list(sys.path)
@@ -91,7 +91,7 @@ def task_of(recipe: Recipe, folder: Path, resume: bool, *, path: bool = True) ->
 
 @contextmanager
 def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[ProcessGroup]:
-    """Train, inside the block, with all processes of a run, of which this is the first: torchrun's, or own ones."""
+    """Join all ranks for the duration of the block, as rank 0: torchrun's ranks, or locally started ones."""
     started = num_started()
     size = started or recipe.scale.processes
     if size == 1:
@@ -114,10 +114,10 @@ def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[Proce
 
 
 def follow() -> int:
-    """Train as one of the other processes of a run; returns the exit code.
+    """Train as a rank other than 0; returns the exit code.
 
     Raises:
-        PosttrainError: this process or another failed.
+        PosttrainError: any rank failed.
     """
     from posttrain.training.distributed import Processes, join
 
@@ -131,7 +131,7 @@ def follow() -> int:
 
 
 def train_task(task: Mapping[str, Any], process_group: ProcessGroup, **shared: Any) -> TrainResult:
-    """Train by the ``task`` of a run as one of several processes; ``shared``: as of ``posttrain.training.loop``."""
+    """Train a ``task`` as one rank. ``shared``: passed to ``posttrain.training.loop``."""
     sys.path += [place for place in task["path"] if place not in sys.path]
     for name, folders in task["code"].items():
         declare_code(name, *folders)
@@ -146,10 +146,10 @@ def train_task(task: Mapping[str, Any], process_group: ProcessGroup, **shared: A
 
 @contextmanager
 def _start_ranks(process_group: Processes, folder: Path) -> Iterator[None]:
-    """Start ranks 1 and up of a run on this machine, for the time of the block; this process is rank 0.
+    """Start ranks 1 and up on this machine for the duration of the block; this process is rank 0.
 
-    They keep nothing, so they are killed behind the block. A rank that ends before leaves its record. Its output is in
-    ``log-RANK.txt`` of the ``folder``.
+    They hold no state, so they are killed after the block. If a rank ends early, the failure is recorded. Output goes
+    to ``log-RANK.txt`` in ``folder``.
     """
     import torch
 
@@ -157,7 +157,7 @@ def _start_ranks(process_group: Processes, folder: Path) -> Iterator[None]:
     own = threads_per_child(max(1, num_threads // process_group.size))
     shared = {"LOCAL_WORLD_SIZE": str(process_group.size)}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        shared["GLOO_SOCKET_IFNAME"] = "lo"  # they talk within this machine alone
+        shared["GLOO_SOCKET_IFNAME"] = "lo"  # communicate only within this machine
     before = {name: os.environ[name] for name in shared if name in os.environ}
     place = {
         "WORLD_SIZE": str(process_group.size),
@@ -189,7 +189,7 @@ def _start_ranks(process_group: Processes, folder: Path) -> Iterator[None]:
 
 
 def _watch_ranks(process_group: Processes, children: Mapping[int, Child], ended: threading.Event) -> None:
-    """Leave a record of the first rank that ends with an error; end this process if it hangs for that reason."""
+    """Record the first failing rank. If this process then hangs waiting for it, exit."""
     while not ended.wait(0.1):
         for rank, child in children.items():
             code = child.process.poll()

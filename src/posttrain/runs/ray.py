@@ -1,4 +1,4 @@
-"""The only user of Ray: a run's processes are the workers of Ray Train, which places, watches and restarts them."""
+"""Ray integration, the only module that imports Ray. Ray Train places, monitors and restarts a run's ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from posttrain.training.loop import TrainResult
 ADDRESS = "RAY_ADDRESS"
 CONNECT_SECONDS = 20.0
 RESTARTS = 3
-STOP = "stop"  # a file of the run's folder: rank 0 is to save and end
-# Variables of this process's environment that the others get, but for keys and passwords.
+STOP = "stop"  # file in the run's folder that tells rank 0 to save and exit
+# Environment variables passed to workers, except secrets.
 _PASSED = ("POSTTRAIN_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "TOKENIZERS_", "VLLM_")
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 
@@ -39,15 +39,17 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 def train_on_cluster(
     task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
-    """Train a task (``runs/processes.py``) in ``scale.processes`` workers; again from the last checkpoint where
-    one of them is lost, ``scale.restarts`` times at most. ``observer`` gets the events of rank 0.
+    """Train a task (``runs/processes.py``) in ``scale.processes`` workers.
+
+    After losing a worker, restart from the last checkpoint, up to ``scale.restarts`` times. ``observer`` gets rank 0's
+    events.
 
     Raises:
-        UsageError: no cluster, no room in it, or an error of a worker about the recipe.
-        PeerFailure: a process failed, or one was lost once too often.
+        UsageError: no cluster, insufficient resources, or a worker refused the recipe.
+        PeerFailure: a process failed, or workers were lost too often.
     """
     folder = Path(task["folder"])
-    ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
+    ends: dict[str, Any] = {}  # "result", the run's first "error", and the "failure" raised by Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
         trainer = _make_trainer(task, recipe.scale, recipe.model.device, events)
@@ -75,7 +77,7 @@ def train_on_cluster(
             read()
             if should_stop():
                 (folder / STOP).touch()
-        thread.join(10.0)  # the other ranks save; Ray would wait for them, and start them again
+        thread.join(10.0)  # give other ranks time to save; otherwise Ray waits for them and restarts all
         (folder / STOP).unlink(missing_ok=True)
         read()
     if "error" in ends:
@@ -89,7 +91,7 @@ def train_on_cluster(
 
 
 def _make_trainer(task: Mapping[str, Any], scale: ScaleSection, device: str, events: Queue) -> TorchTrainer:
-    """Return Ray's trainer of a task: its workers, their backend, what they get of the environment, how often again."""
+    """Configure Ray's trainer for a task: workers, backend, environment, and restarts."""
     passed = {}
     for name, value in os.environ.items():
         if name.startswith(_PASSED) and not _SECRET.search(name):
@@ -116,18 +118,18 @@ def _make_trainer(task: Mapping[str, Any], scale: ScaleSection, device: str, eve
 
 
 def _work(given: dict[str, Any]) -> None:
-    """Train in a worker of Ray's. An error of the run's own is reported and ends it; other errors count as a loss."""
+    """Train in a Ray worker. The run's own errors are reported and end it; any other error counts as a lost worker."""
     task = given["task"]
     events = given["events"]
     context = get_context()
     folder = Path(task["folder"])
     try:
         if task["version"] != __version__:
-            raise UsageError(f"a node has posttrain {__version__}, and the command is of {task['version']}")
+            raise UsageError(f"a node has posttrain {__version__}, but the command uses {task['version']}")
         if not (folder / "recipe.yaml").is_file():
             raise UsageError(
-                f"the run's folder {folder} is not the same folder on {socket.gethostname()}. All nodes read it, and "
-                "one writes it: give --runs-dir a folder on storage that they share, at the same path"
+                f"the run folder {folder} is not shared with {socket.gethostname()}. All nodes read it and one writes "
+                "it: set --runs-dir to shared storage mounted at the same path"
             )
 
         def report(event: str, info: Mapping[str, object]) -> None:
@@ -139,23 +141,23 @@ def _work(given: dict[str, Any]) -> None:
             if process_group.is_main:
                 observed["observer"] = report
             if process_group.is_main and has_begun and not task["resume"]:
-                again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
+                again = "a process was lost and Ray restarted all workers: continuing from the newest checkpoint"
                 report("notice", {"message": again})
             task = {**task, "resume": task["resume"] or has_begun}
             result = train_task(task, process_group, should_stop=(folder / STOP).is_file, **observed)
             if process_group.is_main:
                 events.put(("result", asdict(result)))
     except PeerFailure:
-        raise  # another worker was lost, or reports why
+        raise  # a peer was lost, or reports the cause
     except PosttrainError as error:
         rank = f"rank {context.get_world_rank()} of {context.get_world_size()}"
         events.put(("error", (f"{rank}: {error}", error.exit_code)))
 
 
 def _cause(failure: Any, size: int) -> str:
-    """The first worker's error that is not about another one's end."""
+    """Pick the first worker error that is not caused by another worker's failure."""
     if failure is None:
-        return "the workers of Ray ended without a result"
+        return "Ray's workers ended without a result"
     by_rank: dict[int, BaseException] = getattr(failure, "worker_failures", {})
     causes = [(rank, getattr(error, "_base_exc", error)) for rank, error in sorted(by_rank.items())]
     causes.sort(key=lambda cause: isinstance(cause[1], PeerFailure))
@@ -165,7 +167,7 @@ def _cause(failure: Any, size: int) -> str:
 
 
 def _takes_gpus(device: str, size: int) -> bool:
-    """Decide whether workers have a GPU each; refuse more of them than the cluster has room for."""
+    """Decide if workers use one GPU each. Refuse more workers than the cluster can hold."""
     resources = ray.cluster_resources()
     on_gpus = device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)
     kind = "CPU"
@@ -173,7 +175,7 @@ def _takes_gpus(device: str, size: int) -> bool:
         kind = "GPU"
     if resources.get(kind, 0) < size:
         raise UsageError(
-            f"scale.processes: {size} of them need {size} {kind}s, and the cluster at "
+            f"scale.processes: {size} processes need {size} {kind}s, but the cluster at "
             f"{ray.get_runtime_context().gcs_address} has {resources.get(kind, 0):g}"
         )
     return on_gpus
@@ -181,20 +183,20 @@ def _takes_gpus(device: str, size: int) -> bool:
 
 @contextmanager
 def _joined() -> Iterator[None]:
-    """The cluster that RAY_ADDRESS names, inside the block.
+    """Connect to the cluster at RAY_ADDRESS for the duration of the block.
 
     Raises:
-        UsageError: RAY_ADDRESS names none, or none answers there.
+        UsageError: RAY_ADDRESS is missing or invalid, or no cluster responds.
     """
     address = os.environ.get(ADDRESS, "")
     if address != "auto" and not re.fullmatch(r"\[?[^\[\]/@]+\]?:[0-9]{1,5}", address):
-        stands = "is not set"
+        state = "is not set"
         if address:
-            stands = f"is {address!r}"
+            state = f"is {address!r}"
         raise UsageError(
-            f"scale.launcher: ray needs the address of a cluster that this machine belongs to, and {ADDRESS} {stands}. "
-            f"Set it to the HOST:PORT that `ray start --head` has said, or to auto for the cluster that runs on this "
-            "machine (docs/how-to/several-processes.md)"
+            f"scale.launcher: ray needs the address of a cluster that includes this machine, but {ADDRESS} {state}. "
+            f"Set it to the HOST:PORT printed by `ray start --head`, or to auto for the local cluster "
+            "(docs/how-to/several-processes.md)"
         )
     try:
         if address != "auto":
@@ -203,8 +205,8 @@ def _joined() -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
         raise UsageError(
-            f"{ADDRESS}: no Ray cluster can be joined at {address}: {first_line(error)}. Start one with `ray start "
-            f"--head`, join it from this machine with `ray start --address HOST:PORT`, and set {ADDRESS} to that"
+            f"{ADDRESS}: cannot join a Ray cluster at {address}: {first_line(error)}. Start one with `ray start "
+            f"--head`, join from this machine with `ray start --address HOST:PORT`, and set {ADDRESS} to that address"
         ) from None
     try:
         yield

@@ -1,7 +1,7 @@
-"""Deleting runs and pruning their checkpoints, so that a kill leaves nothing half deleted under a name.
+"""Delete runs and prune checkpoints, safe against kills: no half-deleted run keeps its name.
 
-A folder is renamed aside first and removed then. Only for folders that ``paths.locate`` gave; links are unlinked and
-never followed.
+Each folder is renamed first, then removed. Only accepts folders from ``paths.locate``. Links are unlinked and never
+followed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEEP = re.compile(r"best|last|[1-9]\d*")
 
 
 def check_unused(root: str | Path, places: Sequence[NamedFolder]) -> list[Link]:
-    """Return the links from runs that stay to runs that would go.
+    """Find links from remaining runs to runs about to be deleted.
 
-    Without its parent, a run with an adapter cannot be loaded, and none can be resumed.
+    Without its parent, a run with an adapter cannot be loaded, and no child can be resumed.
     """
     going = {place.name for place in places}
     for place in places:
@@ -37,10 +37,10 @@ def check_unused(root: str | Path, places: Sequence[NamedFolder]) -> list[Link]:
 
 
 def refuse_live(root: str | Path, place: NamedFolder) -> None:
-    """Refuse if a process works in the run, in one of the sweep's, or in the sweep that it belongs to.
+    """Refuse if a process is active in the run, in any run of the sweep, or in the enclosing sweep.
 
     Raises:
-        RunConflict: with the folder.
+        RunConflict: names the folder.
     """
     folders = [place.path, *(run.path for run in runs_of(root, place))]
     above = sweep_of(place.path)
@@ -51,14 +51,14 @@ def refuse_live(root: str | Path, place: NamedFolder) -> None:
 
 
 def delete(root: str | Path, place: NamedFolder) -> None:
-    """Delete a run or a sweep, and what a killed deletion left.
+    """Delete a run or sweep, plus remains from killed deletions.
 
     Raises:
-        RunConflict: a process works there; nothing was changed.
-        StorageError: the folder could not be removed. It is no longer listed, and the next deletion removes it.
+        RunConflict: a process is active there. Nothing was changed.
+        StorageError: the folder could not be removed. It is no longer listed; the next deletion removes it.
     """
     folder = Path(root)
-    with _held(folder, place), _removing(place.path, "What is left of it goes with the next deletion"):
+    with _held(folder, place), _removing(place.path, "The next deletion removes the remains"):
         os.rename(place.path, folder / f"{_DELETING}{place.name.replace('/', '-')}-{uuid4().hex[:8]}")
         sync_folder(place.path.parent)
         for item in folder.glob(f"{_DELETING}*"):
@@ -67,25 +67,27 @@ def delete(root: str | Path, place: NamedFolder) -> None:
 
 
 def parse_keep(text: str) -> tuple[str, ...]:
-    """Return ``best,last`` or ``best,3`` (the newest three) as its words.
+    """Parse ``best,last`` or ``best,3`` (the newest three) into words.
 
     Raises:
-        UsageError: another word, or none.
+        UsageError: unknown word, or empty.
     """
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words or not all(_KEEP.fullmatch(word) for word in words):
-        raise UsageError(f"--keep {text!r}: give best, last, a number of newest checkpoints, or several: best,last")
+        raise UsageError(
+            f"--keep {text!r}: give best, last, a number of newest checkpoints, or a combination: best,last"
+        )
     return words
 
 
 def plan_prune(root: str | Path, run: NamedFolder, keep: Sequence[str], links: Sequence[Link] = ()) -> list[int]:
-    """Return the checkpoints that would go if only the best one and those in ``keep`` stayed. Nothing is changed.
+    """List checkpoints to delete if only the best one and those in ``keep`` remain. Changes nothing.
 
-    A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a checkpoint that
-    another run depends on (``links``, from ``find_links``) stays as well.
+    Unfinished runs always keep the newest checkpoint for resuming. Checkpoints used by other runs (``links``, from
+    ``find_links``) also remain.
 
     Raises:
-        UsageError: the run's ``checkpoints`` are a link to another place.
+        UsageError: ``checkpoints`` is a link to another location.
     """
     steps = checkpoint_steps(_checkpoints_of(root, run))
     best = best_step(run.path / "checkpoints")
@@ -97,14 +99,14 @@ def plan_prune(root: str | Path, run: NamedFolder, keep: Sequence[str], links: S
             kept.update(steps[-1:])
         elif word != "best":
             kept.update(steps[-int(word) :])
-    if not kept:  # without evaluations there is no best one
+    if not kept:  # not evaluated yet, so no best checkpoint
         kept.update(steps[-1:])
     needed = _needed(root, run, steps, links)
     return [step for step in steps if step not in kept and step not in needed]
 
 
 def find_leftovers(run: NamedFolder) -> list[Path]:
-    """Return what killed writes and failed verifications left among the checkpoints; ``prune`` deletes it."""
+    """Find remains of killed writes and failed verifications among the checkpoints; ``prune`` deletes them."""
     folder = run.path / "checkpoints"
     return sorted(item for pattern in (f"{ASIDE}*", _FAILED) for item in folder.glob(pattern))
 
@@ -112,13 +114,13 @@ def find_leftovers(run: NamedFolder) -> list[Path]:
 def check_steps(
     root: str | Path, run: NamedFolder, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
 ) -> list[int]:
-    """Return the checkpoints in ``chosen``, each once, if they may go, the best one or not.
+    """Check that the ``chosen`` checkpoints may be deleted, and drop duplicates. The best one may be included.
 
     Args:
-        force: also one that another run or a resumption needs.
+        force: allow deleting checkpoints needed by other runs or for resuming.
 
     Raises:
-        UsageError: the run has no such checkpoint, or its ``checkpoints`` are a link to another place.
+        UsageError: no such checkpoint, or ``checkpoints`` is a link to another location.
         RunConflict: a checkpoint is needed.
     """
     steps = checkpoint_steps(_checkpoints_of(root, run))
@@ -126,11 +128,11 @@ def check_steps(
     for step in chosen:
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"--step {step}: {run.name} has no such checkpoint. It has: {there}")
+            raise UsageError(f"--step {step}: no such checkpoint in {run.name}. Available: {there}")
         if step in needed and not force:
             raise RunConflict(
-                f"{run.name}: the checkpoint of step {step} stays ({needed[step]}). Nothing was changed; delete it all "
-                "the same with --force"
+                f"{run.name}: the checkpoint at step {step} is kept ({needed[step]}). Nothing was changed; add --force "
+                "to delete it anyway"
             )
     return list(dict.fromkeys(chosen))
 
@@ -138,28 +140,28 @@ def check_steps(
 def _checkpoints_of(root: str | Path, run: NamedFolder) -> Path:
     folder = run.path / "checkpoints"
     if folder.is_symlink():
-        raise UsageError(f"{folder}: this is a link to another place, and only what lies in {root} is changed")
+        raise UsageError(f"{folder}: this links to another location, and only files inside {root} are changed")
     return folder
 
 
 def _needed(root: str | Path, run: NamedFolder, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
-    """The checkpoints that a resumption of the run, or another run, needs, each with the reason."""
+    """Map checkpoints needed for resuming or by other runs to the reason."""
     needed = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
     status = RunDirectory(run.path).read_status()
     if status is None or status.state != "finished":
-        needed |= dict.fromkeys(steps[-1:], "to be resumed from")
+        needed |= dict.fromkeys(steps[-1:], "needed to resume")
     return needed
 
 
 def prune(root: str | Path, run: NamedFolder, steps: Sequence[int]) -> None:
-    """Delete checkpoints, and what killed writes and failed verifications left.
+    """Delete checkpoints, plus remains from killed writes and failed verifications.
 
     Raises:
-        RunConflict: a process works there; nothing was changed.
+        RunConflict: a process is active there. Nothing was changed.
         StorageError: something could not be removed.
     """
     folder = run.path / "checkpoints"
-    with _held(Path(root), run), _removing(folder, "What is left of it goes with the next prune"):
+    with _held(Path(root), run), _removing(folder, "The next prune removes the remains"):
         for step in steps:
             discard_checkpoint(folder, step)
         if (folder / BEST).is_symlink() and not (folder / BEST).exists():
@@ -173,7 +175,7 @@ def prune(root: str | Path, run: NamedFolder, steps: Sequence[int]) -> None:
 
 @contextmanager
 def _held(root: Path, place: NamedFolder) -> Iterator[None]:
-    """Hold the locks of all runs concerned, so that none is begun or resumed meanwhile."""
+    """Hold the locks of all affected runs to prevent starts and resumes meanwhile."""
     refuse_live(root, place)
     with ExitStack() as locks:
         for folder in dict.fromkeys([place.path, *(run.path for run in runs_of(root, place))]):

@@ -1,8 +1,7 @@
-"""Decide if a run may go on: compare the recipe with the newest checkpoint, and look for lost records.
+"""Check if a run may be resumed: compare the recipe with the newest checkpoint, and detect lost records.
 
-A checkpoint records what decided it (``settings``: the recipe without its keys of place) and the number of records.
-Before a run goes on, changes of the recipe and missing records are named, and it goes on with them only where that is
-accepted; nothing was changed before.
+A checkpoint stores its recipe (``settings``, without place keys) and record counts. Before resuming, recipe changes
+and missing records are reported, and require explicit acceptance. Nothing is modified before that.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ ChangedKeys = dict[str, tuple[object, object]]
 
 
 def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: bool = False) -> list[str]:
-    """Check that the locked run may go on by ``recipe``, and store that; returns notices to show.
+    """Check that the locked run may continue with ``recipe``, and store the recipe; returns notices to show.
 
     Args:
-        accept_changes: go on although the recipe or the records are others than the checkpoint's.
+        accept_changes: continue although recipe or records differ from the checkpoint.
 
     Raises:
-        RunConflict: they are, and it is not accepted; nothing was changed.
+        RunConflict: they differ and this was not accepted. Nothing was changed.
     """
     checkpoints = directory.folder / "checkpoints"
     step, state = newest_state(checkpoints) or (0, {})
@@ -53,7 +52,7 @@ def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: 
     is_short = "train.steps" in changed and new_steps is not None and new_steps <= saved
     problem = hard_changes(changed)
     if is_short:
-        problem = f"train.steps {new_steps} is not above the newest checkpoint's step {saved}."
+        problem = f"train.steps {new_steps} must exceed step {saved} of the newest checkpoint."
     elif changed and not problem and recipe.train.schedule != "constant":
         keys = " and ".join(sorted(changed))
         problem = f"{keys} changes the learning rates of train.schedule {recipe.train.schedule!r}."
@@ -65,18 +64,18 @@ def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: 
     warnings: list[str] = []
     if missing or differing:
         what = "; ".join([*missing, *differing])
-        warnings.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
+        warnings.append(f"{ACCEPT}: continuing after step {saved} despite differences: {what}")
     elif changed:
         now = [f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items())]
-        warnings.append(f"{'; '.join(now)}; the steps up to {saved} are kept as they are")
+        warnings.append(f"{'; '.join(now)}; steps up to {saved} remain unchanged")
     elsewhere = directory.changed_keys(recipe, places=True)
     elsewhere.pop("description", None)
     if elsewhere:
-        warnings.append(f"another place than at the last start: {'; '.join(changed_lines(elsewhere))}")
+        warnings.append(f"locations differ from the last start: {'; '.join(changed_lines(elsewhere))}")
     edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
     if edited and not differing:
         warnings.append(
-            f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(changed_lines(edited))}"
+            f"recipe.yaml was edited; restored the recipe used for training: {'; '.join(changed_lines(edited))}"
         )
     if changed or elsewhere or edited:
         directory.write_recipe(recipe)
@@ -84,7 +83,7 @@ def claim_to_resume(directory: RunDirectory, recipe: RunRecipe, accept_changes: 
 
 
 def hard_changes(changed: ChangedKeys) -> str:
-    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``num_epochs`` alone)."""
+    """Explain which changes prevent resuming; empty if only ``train.steps`` or ``num_epochs`` changed."""
     hard = [key for key in changed if key not in LENGTH_KEYS]
     if not hard:
         return ""
@@ -92,12 +91,12 @@ def hard_changes(changed: ChangedKeys) -> str:
 
 
 def describe_changes(changed: ChangedKeys) -> str:
-    """Return the changes as text, under a heading."""
+    """Format changes as text under a heading."""
     return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in changed_lines(changed))
 
 
 def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> list[str]:
-    """Name the files that have fewer lines or rows than when the checkpoint was saved."""
+    """List files with fewer rows than recorded in the checkpoint."""
     records = state.get("records")
     if not isinstance(records, Mapping):
         return []
@@ -117,42 +116,43 @@ def _missing_records(folder: Path, step: int, state: Mapping[str, object]) -> li
 
 
 def _missing_checkpoints(directory: RunDirectory, recipe: RunRecipe) -> list[str]:
-    """Tell of a run without any checkpoint whose status or metrics show that it had one."""
+    """Detect missing checkpoints: none exists, but status or metrics show that one was saved."""
     status = directory.read_status()
     last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
-    if status is not None and status.state in ("finished", "interrupted", "stopped"):  # both save a checkpoint
+    # these states all imply a saved checkpoint
+    if status is not None and status.state in ("finished", "interrupted", "stopped"):
         last = max(last, status.step)
     elif last <= (recipe.train.save_every or last):
         return []
     if not last:
         return []
     folder = directory.folder / "checkpoints"
-    return [f"checkpoints: there is none, and {last} steps were made; is the disk with {folder} mounted?"]
+    return [f"checkpoints: none found after {last} steps; is the disk with {folder} mounted?"]
 
 
 def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
     parts = []
     remedies = []
     if differing:
-        recipes = "this run belongs to another recipe. The recipes differ in:"
+        recipes = "this run belongs to a different recipe. The recipes differ in:"
         parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}")
-        remedies.append("with the run's own recipe")
+        remedies.append("with the original recipe")
     if missing:
-        parts.append("\n  ".join(["what was there when its newest checkpoint was saved is gone:", *missing]))
-        remedies.append("with the files put back")
+        parts.append("\n  ".join(["records saved with the newest checkpoint are missing:", *missing]))
+        remedies.append("after restoring the files")
     version = ""
     made_by = directory.made_by()
     if made_by not in (None, __version__):
-        version = f" It was made by posttrain {made_by}; this is {__version__}."
+        version = f" It was created by posttrain {made_by}; this is {__version__}."
     return (
         f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed.{version} Resume "
-        f"{' and '.join(remedies)}, go on with it as it is now with {ACCEPT} (log.txt keeps what was "
-        "different), or start under another name with --run NAME"
+        f"{' and '.join(remedies)}, continue anyway with {ACCEPT} (log.txt records the differences), or start under "
+        "a different name with --run NAME"
     )
 
 
 def changed_lines(changed: ChangedKeys) -> list[str]:
-    """Return a line for each key: the value in the run, and the new one."""
+    """Format one line per key: the run's value and the new one."""
 
     def shown(value: object) -> str:
         if value is None:

@@ -1,6 +1,6 @@
-"""The interface between sampling and everything else: token ids in, completions out.
+"""Sampling interface: token ids in, completions out.
 
-Several turns are one growing sequence of ids: sampled ids stay as they are, replies are appended.
+A multi-turn conversation is one growing id sequence: sampled ids remain unchanged, and replies are appended.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from posttrain.randomness import derive_key
 from posttrain.types import Completion, Finish, KeptSets, LogitRules, Message, Turn
 
 UNLIMITED_CONTEXT = 1 << 31
-SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
-# Tokens of a kept set at most, as in prime-rl (its pull request 3235): without a bound of one's own the likeliest ones.
+SMALLEST_TEMPERATURE = 1e-5  # anything below is greedy, as in vLLM
+# Maximum kept set size, as in prime-rl (pull request 3235): truncates to the most likely tokens.
 MOST_KEPT = 512
 MOST_STOP_TEXTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options of sampling.
+    """Sampling options.
 
-    ``temperature``: 0, or below ``SMALLEST_TEMPERATURE``, is greedy. Truncation keeps the tokens of at least ``min_p``
-    times the largest probability, of these the ``top_k`` likeliest, and of these the likeliest that have ``top_p``
-    together, as vLLM does. Log-probabilities are those of the full distribution at ``temperature`` (at 1 when greedy),
-    before truncation. With ``keeps_sets`` completions have their kept sets, at most ``MOST_KEPT`` tokens each, and
-    log-probabilities are over these. Generation ends at any of ``stop_ids`` (the completion's last id) or after
-    ``max_tokens``. ``max_total_tokens``: limit of prompt and completion together. ``max_turn_tokens``: limit of each of
-    several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here on have no text
-    and are never drawn.
+    ``temperature``: 0, or anything below ``SMALLEST_TEMPERATURE``, is greedy. Truncation matches vLLM: keep tokens
+    with at least ``min_p`` times the largest probability, then the ``top_k`` most likely, then the smallest nucleus
+    reaching ``top_p``. Log-probabilities use the full distribution at ``temperature`` (1 if greedy), before
+    truncation. With ``keeps_sets``, completions include their kept sets, at most ``MOST_KEPT`` tokens each, and
+    log-probabilities are normalized over them.
 
-    ``min_tokens``: no stop id is drawn before an answer (or turn) has so many. ``repetition_penalty``: see
-    ``LogitRules``. Log-probabilities are those after both. ``stop``: an answer (or turn) also ends with the token that
-    completes one of these texts, which stays in it.
+    Generation ends at any ``stop_ids`` token, which is kept, or after ``max_tokens``. ``max_total_tokens`` limits
+    prompt plus completion. ``max_turn_tokens`` limits each turn; ``max_tokens`` then covers all turns and replies.
+    ``num_tokens``: size of the tokenizer vocabulary; larger ids have no text and are never sampled.
+
+    ``min_tokens``: no stop id is sampled before this many tokens in each answer or turn. ``repetition_penalty``: see
+    ``LogitRules``. Both are applied before log-probabilities are computed. ``stop``: texts that also end an answer or
+    turn; they are kept.
     """
 
     max_tokens: int
@@ -62,12 +63,12 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """True if tokens are drawn from a part of the distribution."""
+        """True if top-k, top-p or min-p is active."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def rules(self) -> LogitRules | None:
-        """The rules that change logits; None if there are none."""
+        """Active logit rules, or None."""
         barred: tuple[int, ...] = ()
         if self.min_tokens > 0:
             barred = tuple(sorted(self.stop_ids))
@@ -76,7 +77,7 @@ class Sampling:
         return LogitRules(self.repetition_penalty, barred)
 
     def within(self, context: int) -> int:
-        """Return the limit of a prompt and its completion together in a model of ``context`` tokens."""
+        """Limit for prompt plus completion, given a model context of ``context`` tokens."""
         if self.max_total_tokens is None:
             return context
         return min(context, self.max_total_tokens)
@@ -84,7 +85,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:
-    """Options of ``Sampling`` that most requests leave as they are."""
+    """``Sampling`` options that most requests leave at their defaults."""
 
     min_p: float = 0.0
     min_tokens: int = 0
@@ -92,11 +93,11 @@ class DecodingRules:
     stop: tuple[str, ...] = ()
 
     def onto(self, sampling: Sampling) -> Sampling:
-        """Return the sampling with these options."""
+        """Copy ``sampling`` with these options applied."""
         return replace(sampling, **asdict(self))
 
     def given(self) -> dict[str, object]:
-        """Return those that are not as they are by default."""
+        """Select options that differ from their defaults."""
         return {name: value for name, value in asdict(self).items() if value != getattr(NO_RULES, name)}
 
 
@@ -106,10 +107,10 @@ NO_RULES = DecodingRules()
 def read_rules(
     min_p: float | None, min_tokens: int | None, repetition_penalty: float | None, stop: str | Sequence[str] | None
 ) -> DecodingRules:
-    """Return rules as a user gives them; None is the default of each, and a text alone is one stop text.
+    """Validate user-supplied rules. None selects a default, and a string becomes a list with one stop text.
 
     Raises:
-        UsageError: one of another kind or out of range, by its name.
+        UsageError: names an option with the wrong type or out of range.
     """
     texts: list[object] = []
     if isinstance(stop, str):
@@ -120,7 +121,8 @@ def read_rules(
         texts = [stop]
     if len(texts) > MOST_STOP_TEXTS or not all(isinstance(one, str) and 0 < len(one) <= 1000 for one in texts):
         raise UsageError(
-            f"stop: {stop!r:.80} is no list of at most {MOST_STOP_TEXTS} texts of 1 to 1000 characters. Give such texts"
+            f"stop: {stop!r:.80} is not a list with at most {MOST_STOP_TEXTS} strings. Give strings of 1 to 1000 "
+            "characters"
         )
     numbers = {"min_p": (min_p, 0.0, 1.0), "min_tokens": (min_tokens, 0, math.inf)}
     numbers["repetition_penalty"] = (repetition_penalty, 1e-6, 1e6)
@@ -134,7 +136,7 @@ def read_rules(
 
 
 def num_tokens_of(tokenizer: object) -> int | None:
-    """Return the number of ids with a text in a tokenizer; models often have more, to fill up their embeddings."""
+    """Count tokenizer ids. Models often have more, because embeddings are padded."""
     if not hasattr(tokenizer, "get_vocab"):
         return None
     vocabulary = tokenizer.get_vocab()
@@ -148,7 +150,7 @@ Groups = list[list[Completion]]  # by prompt
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Ids that follow a turn, after which the model goes on, or the reason why the completion is over."""
+    """Reply ids appended after a turn, or a reason to finish."""
 
     ids: tuple[int, ...] = ()
     finish: Finish | None = None
@@ -156,10 +158,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One completion with its prompt, of one turn or of all that an environment answered.
+    """A completion and its prompt, possibly with several turns.
 
-    ``reward``: of the environment, None without one; ``failures``: as in ``Rollout``. ``messages``: those of the
-    example, with the environment's opening; None without one. ``feedback``: as in ``Rollout``.
+    ``reward``: from an environment; None without one. ``messages``: example messages plus the environment's opening;
+    None without an environment. ``failures`` and ``feedback``: see ``Rollout``.
     """
 
     prompt: tuple[int, ...]
@@ -172,17 +174,17 @@ class Episode:
 
 
 class Respondent(Protocol):
-    """Answers turns; a completion is named by its prompt's number and its own among that prompt's."""
+    """Replies to turns. Completions are identified by prompt index and sample index."""
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
-        """Take the ids of a turn that has ended (``stop`` or ``length``); the reply may be made in the background."""
+        """Receive the ids of a finished turn (``stop`` or ``length``). A reply may be computed in the background."""
 
     def reply(self, prompt: int, sample: int) -> Reply:
-        """Return the reply to the turn heard last of this completion; wait until it is there."""
+        """Wait for a reply to the latest turn."""
 
 
 def turn_key(key: int, turn: int) -> int:
-    """Return the key of the random numbers of turn ``turn`` (from 0) of a completion."""
+    """Derive a random key for turn ``turn`` (from 0)."""
     if turn == 0:
         return key
     return derive_key(key, "turn", turn)
@@ -190,7 +192,7 @@ def turn_key(key: int, turn: int) -> int:
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion of several turns under way; ``limit`` ids at most, those of the environment included."""
+    """A multi-turn completion in progress, limited to ``limit`` ids including environment replies."""
 
     prompt: int
     sample: int
@@ -201,12 +203,12 @@ class Conversation:
     own: list[bool] = field(default_factory=list)
     num_turns: int = 0
     finish: Finish | None = None
-    kept_ids: list[int] = field(default_factory=list)  # the sets of all ids, one behind the other
+    kept_ids: list[int] = field(default_factory=list)  # all kept sets, concatenated
     kept_counts: list[int] = field(default_factory=list)
-    num_cut: int = 0  # sets that the bound MOST_KEPT cut
+    num_cut: int = 0  # sets truncated to MOST_KEPT
 
     def take_sets(self, kept: KeptSets | None, room: int) -> None:
-        """Append the sets of the first ``room`` ids of a turn."""
+        """Append kept sets for the first ``room`` ids in a turn."""
         if kept is None:
             return
         end = kept.offsets[: room + 1][-1]
@@ -216,18 +218,18 @@ class Conversation:
 
     @property
     def turn(self) -> list[int]:
-        """The ids of the turn under way."""
+        """Ids in the current turn."""
         return self.ids[len(self.own) :]
 
     def end_turn(self) -> list[int]:
-        """Mark the ids after the last reply as the model's turn, and return them."""
+        """Mark ids after the last reply as sampled, and return them."""
         turn = self.turn
         self.own += [True] * len(turn)
         self.num_turns += 1
         return turn
 
     def add_reply(self, reply: Reply) -> None:
-        """Append a reply whole or, where no token would be left to go on with, not at all."""
+        """Append a complete reply, or finish with ``length`` if no room would remain for another turn."""
         if reply.finish is not None:
             self.finish = reply.finish
         elif len(self.ids) + len(reply.ids) >= self.limit:
@@ -240,15 +242,15 @@ class Conversation:
                 self.kept_counts += [0] * len(reply.ids)
 
     def room(self, max_turn_tokens: int | None) -> int:
-        """Return the number of tokens that the next turn may have."""
+        """Number of tokens available to the next turn."""
         left = self.limit - len(self.ids)
         if max_turn_tokens is None:
             return left
         return min(left, max_turn_tokens)
 
     def completion(self, version: int) -> Completion:
-        """Return the finished conversation; all ids are its own where no turn was ended."""
-        assert self.finish is not None, "a conversation goes on until it has finished"
+        """Build the completion once finished. Without turns, all ids count as sampled."""
+        assert self.finish is not None, "not finished yet"
         kept: KeptSets | None = None
         if self.kept_counts:
             kept = KeptSets.of_counts(self.kept_ids, self.kept_counts, self.num_cut)
@@ -258,7 +260,7 @@ class Conversation:
 def begin(
     prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], max_tokens: int, context: int
 ) -> list[list[Conversation]]:
-    """Return a row for every key, by prompt, of at most ``max_tokens`` ids, and ``context`` with its prompt."""
+    """Start conversations grouped by prompt, limited by ``max_tokens`` and remaining context."""
     rows = []
     for i, (prompt, of_prompt) in enumerate(zip(prompts, keys, strict=True)):
         limit = min(max_tokens, context - len(prompt))
@@ -267,13 +269,13 @@ def begin(
 
 
 class Engine(ABC):
-    """Samples completions: one for every key.
+    """Samples one completion per key.
 
-    ``version``: the number of updates of the weights that sample. ``folder``: the run's, for files of the engine.
-    ``process_group``: the processes that train; each has an engine and calls the same methods in the same order.
-    ``in_background``: the main process alone samples, in a thread, while the model changes; the engine must then
-    neither read the model nor wait for the others. ``uses_cache``: what was found out about a model before may be read
-    from the user's cache folder.
+    ``version``: number of updates applied to the sampling weights. ``folder``: run folder for engine files.
+    ``process_group``: training processes; each owns an engine and makes identical calls in order. ``in_background``:
+    only the main process samples, in a thread, while training changes the model. The engine must then neither read
+    the model nor wait for other processes. ``uses_cache``: allow earlier findings about a model to be read from the
+    user's cache.
     """
 
     version: int = 0
@@ -281,14 +283,14 @@ class Engine(ABC):
     process_group: ProcessGroup = SINGLE_PROCESS
     in_background: bool = False
     uses_cache: bool = False
-    _warnings: tuple[str, ...] = ()  # all that were ever given, of which the user has seen the first
+    _warnings: tuple[str, ...] = ()  # every warning so far; the first ``_num_shown`` were shown
     _num_shown: int = 0
 
     def settle(self, folder: Path | None, process_group: ProcessGroup) -> Engine:
-        """Return the engine with its folder and processes.
+        """Configure the run folder and process group, and return this engine.
 
         Raises:
-            UsageError: a requirement of the engine is missing.
+            UsageError: an engine requirement is missing.
         """
         self.folder = folder
         self.process_group = process_group
@@ -296,52 +298,52 @@ class Engine(ABC):
 
     @property
     def context_tokens(self) -> int:
-        """The largest number of tokens of a prompt and its completion together."""
+        """Maximum tokens for prompt plus completion."""
         return UNLIMITED_CONTEXT
 
     def sync(self, version: int) -> None:
-        """Sample with the trained model's weights after ``version`` updates; the same version is the same weights.
+        """Update to the trained weights after ``version`` updates. Each version identifies one set of weights.
 
         Raises:
-            EngineMismatch: after the transfer, the engine's log-probabilities of a fixed batch are not the model's.
-            RunFailure: the weights could not be transferred.
+            EngineMismatch: after the transfer, log-probabilities on a fixed batch differ from the trained model.
+            RunFailure: weight transfer failed.
         """
         self.version = version
 
     def take_parts(self, within: Within) -> None:
-        """Take a model that is sharded over ``process_group``; ``within`` gathers it around a computation.
+        """Accept a model sharded across ``process_group``; ``within`` gathers it for a computation.
 
         Raises:
-            UsageError: the engine computes with the model itself.
+            UsageError: this engine runs the model directly.
         """
-        raise UsageError("scale.sharding: this engine computes with the model itself, of which each process has a part")
+        raise UsageError("scale.sharding: this engine runs the model directly, but each process holds only a shard")
 
     def rest(self) -> None:  # noqa: B027
-        """Give back the memory that the trainer needs until the next ``sync``."""
+        """Release memory needed by the trainer until the next ``sync``."""
 
     def take_warnings(self) -> list[str]:
-        """Return messages for the user since the last call."""
+        """Collect user messages since the last call."""
         warnings = self._warnings[self._num_shown :]
         self._num_shown = len(self._warnings)
         return list(warnings)
 
     def _say(self, message: str) -> None:
-        """Give the user a message, once."""
+        """Queue a user message unless already given."""
         if message not in self._warnings:
             self._warnings += (message,)
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the engine holds (a server that it started); it may be used again."""
+        """Release resources such as a started server. The engine may be reused."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """Return one completion per key, grouped by prompt.
+        """Sample one completion per key, grouped by prompt.
 
-        ``keys[i]`` holds a 64-bit key per completion of ``prompts[i]``: token t is drawn with the t-th uniform number
-        of its key (``randomness.uniforms``), whatever else is in the batch.
+        ``keys[i]`` holds one 64-bit key per completion for ``prompts[i]``. Token t uses the t-th uniform number from
+        its key (``randomness.uniforms``), independent of batch composition.
 
         Raises:
-            UsageError: an empty prompt, or one that leaves no room in the model's context.
+            UsageError: empty prompt, or no room left in the model's context.
         """
 
     def converse(
@@ -351,13 +353,13 @@ class Engine(ABC):
         sampling: Sampling,
         respondent: Respondent,
     ) -> Groups:
-        """Return one completion per key, grouped by prompt, of as many turns as ``respondent`` keeps going.
+        """Sample multi-turn completions, one per key and grouped by prompt, until ``respondent`` finishes each.
 
-        Token t of turn k is drawn with the t-th uniform number of ``turn_key(key, k)``. A turn ends at a stop id, which
-        is kept, and is then answered; one that has no room left ends its completion with ``length``.
+        Token t in turn k uses the t-th uniform number from ``turn_key(key, k)``. Turns end at a stop id, which is
+        kept, and then receive a reply. Completions without remaining room finish with ``length``.
 
         Raises:
-            UsageError: as ``generate``, or a reply has an id that the model does not know.
+            UsageError: see ``generate``, or a reply contains an unknown id.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         context = sampling.within(self.context_tokens)
@@ -371,7 +373,7 @@ class Engine(ABC):
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
     ) -> int:
-        """Complete every row, by a generation over all ids before each turn; return the version that sampled."""
+        """Complete every row by generating each turn from all previous ids. Returns the sampling version."""
         version = 0
         going = list(rows)
         while going:
@@ -401,10 +403,10 @@ class Engine(ABC):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse options out of range.
+    """Refuse sampling options out of range.
 
     Raises:
-        UsageError: the message names the option.
+        UsageError: names the option.
     """
     if sampling.max_tokens < 1:
         raise _out_of_range("max_tokens", sampling.max_tokens, "1 or more")
@@ -413,7 +415,7 @@ def check_sampling(sampling: Sampling) -> None:
     if sampling.top_k is not None and sampling.top_k < 1:
         raise _out_of_range("top_k", sampling.top_k, "1 or more, or none")
     if not 0 < sampling.top_p <= 1:
-        raise _out_of_range("top_p", sampling.top_p, "above 0 and at most 1")
+        raise _out_of_range("top_p", sampling.top_p, "above 0, at most 1")
     if not 0 <= sampling.min_p <= 1:
         raise _out_of_range("min_p", sampling.min_p, "0 to 1")
     if sampling.min_tokens < 0 or sampling.min_tokens > sampling.max_tokens:
@@ -421,7 +423,7 @@ def check_sampling(sampling: Sampling) -> None:
     if not 0 < sampling.repetition_penalty < math.inf:
         raise _out_of_range("repetition_penalty", sampling.repetition_penalty, "above 0 (1 is none)")
     if "" in sampling.stop:
-        raise UsageError("sampling.stop holds an empty text, which would end every answer at once; leave it out")
+        raise UsageError("sampling.stop contains an empty string, which would stop immediately; remove it")
     if sampling.max_turn_tokens is not None and sampling.max_turn_tokens < 1:
         raise _out_of_range("max_turn_tokens", sampling.max_turn_tokens, "1 or more, or none")
 
@@ -431,10 +433,10 @@ def _out_of_range(name: str, value: float, wanted: str) -> UsageError:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int | None) -> None:
-    """Refuse prompts that cannot be continued in ``context`` tokens; ``vocab_size`` None: not known here.
+    """Refuse prompts that leave no room in ``context`` tokens. ``vocab_size`` None skips the vocabulary check.
 
     Raises:
-        UsageError: the message names the prompt.
+        UsageError: names the prompt.
     """
     for i, prompt in enumerate(prompts):
         if not len(prompt):
@@ -448,13 +450,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: in
 
 
 def check_ids(what: str, ids: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse ids that the model does not know.
+    """Refuse ids outside the vocabulary.
 
     Raises:
-        UsageError: the message begins with ``what``.
+        UsageError: begins with ``what``.
     """
     if min(ids) < 0:
-        raise UsageError(f"{what} has token id {min(ids)}; ids are 0 or more")
+        raise UsageError(f"{what} has token id {min(ids)}; ids must be 0 or more")
     if vocab_size is not None and max(ids) >= vocab_size:
         raise UsageError(
             f"{what} has token id {max(ids)} but the model's vocabulary has {vocab_size} entries; "

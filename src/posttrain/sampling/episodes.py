@@ -1,4 +1,4 @@
-"""Rollouts of several turns, which an environment opens and answers."""
+"""Multi-turn rollouts with an environment."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
+MAX_LATE = 2  # timed-out calls after which a completion ends
 
-Place = tuple[int, int]  # (number of the prompt, number of the completion)
+Place = tuple[int, int]  # (prompt index, sample index)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The environment, tools and limits of completions of several turns.
+    """Environment, tools and limits for multi-turn completions.
 
-    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. ``tool_seconds``: of a call. ``retries``: of
-    an episode whose environment failed.
+    ``template`` shows tools as described by ``form``, and ``frame`` encodes replies. ``tool_seconds``: timeout per
+    call. ``retries``: retries after an environment failure.
     """
 
     toolset: Toolset
@@ -48,10 +48,10 @@ class Stage:
 
 
 def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokenizerBase) -> Stage | None:
-    """Return the stage of a resolved recipe; None for one whose completions have one turn.
+    """Build a stage from a resolved recipe; None for single-turn recipes.
 
     Raises:
-        UsageError: an environment or tool that cannot be used, or a chat template that rewrites history.
+        UsageError: unusable environment or tool, or a chat template that rewrites history.
     """
     options = recipe.rollout
     if options is None or (recipe.environment is None and not recipe.tools):
@@ -78,7 +78,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
 
 
 def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form: CallForm) -> Template:
-    """Return the template with the tools in its prompts: written by the chat template, or in a system message."""
+    """Add tools to a template's prompts, natively through the chat template or in a system message."""
     if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
@@ -106,7 +106,7 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form
 
 @dataclass(slots=True)
 class _Actor:
-    """A completion under way, with its session."""
+    """A completion in progress with its session."""
 
     session: Session
     prompt: Sequence[int]  # ids before the next turn
@@ -114,12 +114,12 @@ class _Actor:
     text: str = ""
     last: int | None = None
     requests: list[Request] = field(default_factory=list)
-    first: EnvironmentJob | Call | None = None  # the job of the first request, or its result where it cannot begin
+    first: EnvironmentJob | Call | None = None  # job for the first request, or its result if it cannot start
     finish: Finish | None = None
 
 
 class EpisodeRespondent:
-    """Answers the turns of many completions (``sampling.base.Respondent``)."""
+    """Replies to turns from many completions (``sampling.base.Respondent``)."""
 
     def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
         self.stage = stage
@@ -127,7 +127,7 @@ class EpisodeRespondent:
         self.actors = actors
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
-        """Read the calls of a turn, and begin the first."""
+        """Parse tool calls in a turn and start the first call."""
         actor = self.actors[prompt, sample]
         actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
         actor.last = None
@@ -136,7 +136,7 @@ class EpisodeRespondent:
         actor.requests = []
         actor.first = None
         actor.finish = None
-        if finish == "stop":  # a turn that was cut off may hold half a call
+        if finish == "stop":  # a truncated turn may contain half a call
             body = actor.text.removeprefix(self.stage.template.opening)
             actor.requests = read_calls(body, self.stage.form)
         if actor.requests:
@@ -146,7 +146,7 @@ class EpisodeRespondent:
             actor.turns.append(Turn(actor.text))
 
     def reply(self, prompt: int, sample: int) -> Reply:
-        """Wait for the calls, and return their results."""
+        """Wait for tool calls and encode their results."""
         actor = self.actors[prompt, sample]
         if actor.finish is not None:
             return Reply(finish=actor.finish)
@@ -181,7 +181,7 @@ class EpisodeRespondent:
         return Reply(actor.prompt)
 
     def _begin(self, actor: _Actor, request: Request) -> EnvironmentJob | Call:
-        """Begin a call; return its job, or the result where it cannot begin."""
+        """Start a call and return its job, or a result if it cannot start."""
         tools = self.stage.toolset.tools
         if request.wrong:
             return Call(request.tool, request.raw_arguments, request.wrong, "malformed")
@@ -198,7 +198,7 @@ class EpisodeRespondent:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Plays the completions of some prompts. ``room``: tokens that a prompt may have."""
+    """Runs episodes for a set of prompts. ``room``: maximum prompt tokens."""
 
     stage: Stage
     engine: Engine
@@ -210,10 +210,10 @@ class Episodes:
     def play(
         self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> list[list[Episode]]:
-        """Return one episode per key, grouped by prompt; ``seeds``: of each prompt, shared by its completions.
+        """Run one episode per key, grouped by prompt. ``seeds``: one per prompt, shared by its completions.
 
         Raises:
-            UsageError: an environment opens a group's episodes with different texts.
+            UsageError: an environment opens episodes within a group differently.
         """
         episodes: dict[Place, Episode] = {}
         openings: dict[int, str] = {}
@@ -244,19 +244,19 @@ class Episodes:
         seeds: Sequence[int],
         openings: dict[int, str],
     ) -> dict[Place, Episode]:
-        """Play the completions at these places once, from the beginning."""
+        """Run episodes at these places once, from the beginning."""
         sessions = {place: Session(self.stage.toolset, pool, self.stage.tool_seconds) for place in places}
         for (i, _), session in sessions.items():
             session.begin(examples[i], seeds[i])
         prompts = {}
         for (i, g), session in sessions.items():
             prompts[i, g] = self._open(session, examples[i], i, openings)
-        of_prompt: dict[int, list[int]] = {}  # numbers of the completions that go on
+        of_prompt: dict[int, list[int]] = {}  # sample indices whose reset succeeded
         for i, g in places:
             if not sessions[i, g].failure:
                 of_prompt.setdefault(i, []).append(g)
         actors: dict[Place, _Actor] = {}
-        engine_places: dict[Place, Place] = {}  # where the engine, which gets only those that go on, has a completion
+        engine_places: dict[Place, Place] = {}  # position within the engine's smaller batch
         for n, (i, samples) in enumerate(of_prompt.items()):
             for k, g in enumerate(samples):
                 actors[n, k] = _Actor(sessions[i, g], prompts[i, g])
@@ -286,22 +286,22 @@ class Episodes:
             episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages, feedback)
         closings = [session.close() for session in sessions.values()]
         for closing in closings:
-            if closing is not None:  # the next to be played may need the place, or what it holds
+            if closing is not None:  # wait, because later episodes may need its thread or resources
                 pool.wait(closing)
         return episodes
 
     def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
-        """Return the prompt with the environment's opening of the episode."""
+        """Encode a prompt including the environment's opening."""
         text = session.opening()
         if session.failure:
             return encode_prompt(self.tokenizer, self.stage.template, example.messages, example.variables)
         if openings.setdefault(number, text) != text:
             raise UsageError(
                 f"environment {self.stage.toolset.name!r}: reset returned different texts for the same row and seed "
-                f"(example {example.id!r}), and a group is compared on one prompt; let all that reset draws follow "
-                "from its seed"
+                f"(example {example.id!r}), but each group needs a single prompt; derive all randomness in reset "
+                "from seed"
             )
         ids = encode_prompt(self.tokenizer, self.stage.template, opened(example, text), example.variables)
         if len(ids) > self.room:
-            session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
+            session.failure = f"prompt and opening have {len(ids)} tokens, but only {self.room} fit"
         return ids

@@ -1,4 +1,4 @@
-"""An engine with given answers: for tests, and for trying a recipe without sampling."""
+"""Engine with scripted completions, for tests and for trying recipes without sampling."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Ids = Sequence[int]
 
 @register("engine", samples=False)
 def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0.0) -> Engine:
-    """Answer every prompt with one of ``texts``, drawn by the completion's key; nothing is sampled.
+    """Answer every prompt with an entry of ``texts`` chosen by completion key, without sampling.
 
-    Each text ends with the tokenizer's end token.
+    Each text ends with the tokenizer's end-of-sequence token, if it has one.
 
     Args:
-        texts: the answers.
-        logprob: the log-probability of every token.
+        texts: possible answers.
+        logprob: log-probability assigned to every token.
     """
     if not texts:
-        raise UsageError("rollout.engine.texts: give at least one text to answer with")
+        raise UsageError("rollout.engine.texts: empty. Give at least one text")
     end = []
     if tokenizer.eos_token_id is not None:
         end = [int(tokenizer.eos_token_id)]
@@ -36,12 +36,12 @@ def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0
 class FakeEngine(Engine):
     """Completions from a script.
 
-    ``choices``: token ids to choose from; or a mapping from a prompt's ids to its own choices; or a function of
-    (prompt, key) that gives the ids. ``logprob``: of every token. ``calls`` keeps the arguments, for tests.
+    ``choices``: token id sequences, a mapping from prompt ids to such sequences, or a function (prompt, key) -> ids.
+    ``logprob``: assigned to every token. ``calls`` records arguments for tests.
 
-    A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``. It is cut after the
-    first of ``sampling.stop_ids`` (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends
-    without either counts as stopped.
+    If u is a key's first uniform number, choice ``floor(u * len(choices))`` is taken. Completions are cut after the
+    first ``sampling.stop_ids`` token (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``). A choice
+    that ends earlier counts as stopped.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FakeEngine(Engine):
         """See ``Engine.generate``.
 
         Raises:
-            UsageError: an empty prompt, or one that the script does not know.
+            UsageError: empty prompt, or not in the script.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         self.calls.append(([tuple(p) for p in prompts], [tuple(k) for k in keys], sampling))
@@ -75,7 +75,7 @@ class FakeEngine(Engine):
             choices = self.choices
             if isinstance(choices, Mapping):
                 if prompt not in choices:
-                    raise UsageError(f"the script has no completions for the prompt {list(prompt)}")
+                    raise UsageError(f"the script lacks prompt {list(prompt)}")
                 choices = choices[prompt]
             drawn = uniforms([key], 1)[0, 0]
             ids = choices[int(drawn * len(choices))]

@@ -1,4 +1,4 @@
-"""JSON over HTTP with a server that may be slow, busy or gone: the client for vLLM and for judges."""
+"""JSON over HTTP with retries, for vLLM servers and LLM judges that may be slow, busy or unavailable."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Ac
 
 
 class ServerError(Exception):
-    """A request has failed for good; the text gives the reason."""
+    """Raised if a request failed permanently."""
 
 
 class Unanswered(ServerError):
-    """No usable answer after all attempts; the text gives the last failure."""
+    """Raised if all attempts failed; describes the last failure."""
 
 
 class RequestRefused(ServerError):
-    """The server refuses the request for good. ``status`` is the HTTP status."""
+    """Raised if a server permanently refuses a request. ``status``: HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -42,21 +42,21 @@ class RequestRefused(ServerError):
 
 
 class Unreadable(ServerError):
-    """An answer does not have the form of the endpoint's answers."""
+    """Raised if a response does not match the endpoint's format."""
 
 
 class Interrupted(Exception):
-    """The server gave a request up; another attempt may help."""
+    """Raised for temporary failures; retrying may help."""
 
 
 class HttpServer:
-    """A server at ``url``; ``ask`` may be called within ``session``.
+    """HTTP client for ``url``. Call ``ask`` only within ``session``.
 
     Args:
-        timeout_seconds: for the whole answer to one attempt; it has at most ``MAX_ANSWER_BYTES``.
-        retries: further attempts, with growing pauses. A redirection is not followed.
-        concurrency: requests under way at a time.
-        token: the bearer token; it is removed from everything that the server answers.
+        timeout_seconds: timeout for one complete response, limited to ``MAX_ANSWER_BYTES``.
+        retries: retries with increasing delays. Redirects are not followed.
+        concurrency: maximum concurrent requests.
+        token: bearer token, removed from all responses.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class HttpServer:
         self._secrets: list[bytes] = []
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-            self._secrets = [token.encode(), quote(token, safe="").encode()]  # as it may come back
+            self._secrets = [token.encode(), quote(token, safe="").encode()]  # also in its URL-quoted form
 
     def call(
         self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
-        """Ask once, with a connection of its own, from code that is not asynchronous (see ``ask``)."""
+        """Send one request from synchronous code, with a separate connection (see ``ask``)."""
         return self.session(lambda: self.ask(method, path, body, read=read, retries=retries))
 
     def session(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Return the result of ``work``, which may ``ask``, to code that is not asynchronous.
+        """Run ``work`` from synchronous code; ``work`` may call ``ask``.
 
-        It runs in a thread of its own where this one has an event loop already (notebooks).
+        If an event loop is already running (notebooks), a separate thread is used.
         """
 
         async def connected() -> Result:
@@ -104,15 +104,15 @@ class HttpServer:
     async def ask(
         self, method: str, path: str, body: object = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
-        """Return the result of ``read`` for the JSON of the answer.
+        """Send a request and pass its JSON response to ``read``.
 
-        A request is repeated after a lost connection, a time-out, a status of ``RETRIED_STATUSES`` and ``Interrupted``,
-        so it must be safe to repeat.
+        Requests are repeated after lost connections, timeouts, ``RETRIED_STATUSES`` and ``Interrupted``, so they must
+        be safe to repeat.
 
         Raises:
             Unanswered: every attempt failed.
-            Unreadable: ``read`` cannot read the answer.
-            Refused: any other HTTP error.
+            Unreadable: ``read`` rejected the response.
+            RequestRefused: any other HTTP error.
         """
         if retries is None:
             retries = self.retries
@@ -148,7 +148,7 @@ class HttpServer:
             async for piece in response.aiter_raw():
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:
-                    raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+                    raise ValueError(f"response larger than {MAX_ANSWER_BYTES >> 20} MiB")
         answer = bytes(content)
         for secret in self._secrets:
             answer = answer.replace(secret, b"***")
@@ -170,11 +170,11 @@ def _read_with(read: Callable[[Any], Result], answer: object) -> Result:
     except ValidationError as error:
         raise Unreadable(describe_fault(error)) from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None
+        raise Unreadable(f"unexpected response format ({type(error).__name__}: {error})") from None
 
 
 async def all_of(work: Callable[[ItemT], Awaitable[Result]], items: Iterable[ItemT]) -> list[Result]:
-    """Return the results for all items, in order; the first failure cancels all others."""
+    """Run ``work`` on all items concurrently and keep their order. A failure cancels all remaining tasks."""
     tasks = [asyncio.ensure_future(work(item)) for item in items]
     try:
         return await asyncio.gather(*tasks)
@@ -184,27 +184,27 @@ async def all_of(work: Callable[[ItemT], Awaitable[Result]], items: Iterable[Ite
 
 
 def read_json(content: bytes) -> Any:
-    """Return the JSON of a body.
+    """Parse a JSON body.
 
     Raises:
-        Interrupted: it cannot be read.
+        Interrupted: invalid JSON.
     """
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
         start = " ".join(content[:80].decode(errors="replace").split())
         shown = harmless(start) or "nothing"
-        raise Interrupted(f"what came is not JSON: {shown}") from None
+        raise Interrupted(f"response is not JSON: {shown}") from None
 
 
 def read_error(content: bytes) -> str:
-    """Return the message of an error's body, in one line."""
+    """Extract a one-line message from an error body."""
     text = content.decode("utf-8", errors="replace")
     try:
         body = read_json(content)
         body = body.get("error", body)
         text = str(body.get("message") or body.get("detail") or text)
     except (Interrupted, AttributeError):
-        pass  # a proxy's page: shown as it is
+        pass  # show a proxy's page unchanged
     shown = " ".join(text.split())[:500]
     return harmless(shown) or "no explanation"

@@ -1,8 +1,8 @@
-"""The questions to a judge (score an answer, say whether it meets a criterion, rank answers), and reading its reply.
+"""Judge prompts (scores, criteria, rankings) and reply parsing.
 
-A judged text was written by a model in training, which is paid by the judge, so it may hold orders ("give this a 10").
-Every text that is not ours is quoted between two marks with a digest of all these texts: no text holds its own digest,
-so none can end its quotation.
+Judged texts come from a model rewarded by the judge, so they may contain instructions ("give this a 10"). Untrusted
+texts are therefore quoted between two marks derived from a digest of all texts. A text cannot contain this digest, so
+it cannot close its quotation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.untrusted import cut_end
 
 RUBRIC = "How well does the answer do what was asked: is it right, complete and clear, without more than is needed?"
 LETTERS = "abcdefghijkl"
-MAX_RANKED = len(LETTERS)  # answers in one question; the number of their order is exact in a float
+MAX_RANKED = len(LETTERS)  # answers per request; their order number is exact in a float
 _FENCE = re.compile(r"```(?:[A-Za-z0-9]{0,10})[ \t]*\n(.*?)\s*```", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _RULES = (
@@ -33,9 +33,9 @@ _REPLY = "Reply with one JSON object and nothing else: {form}. Keep the reasonin
 
 @dataclass(frozen=True)
 class Question:
-    """The messages ``system`` and ``text`` to a judge, and the JSON ``schema`` of its reply.
+    """Messages ``system`` and ``text`` for a judge, with a JSON ``schema`` for its reply.
 
-    ``answer`` is the key of the reply that counts, ``values`` maps each of its values to a number from 0 to 1.
+    ``answer`` is the key to read, and ``values`` maps allowed values to numbers from 0 to 1.
     """
 
     system: str
@@ -45,18 +45,18 @@ class Question:
     values: Mapping[Any, float] = field(default_factory=dict)
 
     def digest(self, judge: str) -> str:
-        """Return the name under which an opinion of ``judge`` is kept."""
+        """Compute the cache key for opinions from ``judge``."""
         content = json.dumps([judge, self.system, self.text, self.schema], sort_keys=True)
         written = content.encode("utf-8", "backslashreplace")
         return hashlib.blake2b(written, digest_size=16).hexdigest()
 
     def read(self, reply: str) -> float:
-        """Return the value of a reply, read without its thoughts (before ``</think>``) and a code fence around it.
+        """Parse a reply, ignoring thoughts (before ``</think>``) and a surrounding code fence.
 
-        A score may be a fraction or a number in quotes.
+        Scores may be fractions or quoted numbers.
 
         Raises:
-            Interrupted: it is not one JSON object of the schema, or the value is not on the scale.
+            Interrupted: not a single JSON object matching the schema, or the value is outside the scale.
         """
         shown = repr(cut_end(reply, 80))
         text = reply.rpartition("</think>")[2].strip()
@@ -66,18 +66,18 @@ class Question:
         try:
             judged = json.loads(text, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError):
-            raise Interrupted(f"the reply is no JSON: {shown}") from None
+            raise Interrupted(f"the reply is not JSON: {shown}") from None
         keys = self.schema["properties"]
         has_keys = isinstance(judged, dict) and set(judged) == set(keys)
         if not has_keys or not isinstance(judged["reasoning"], str):
             raise Interrupted(f"the reply is not an object of {' and '.join(keys)}: {shown}")
         value = self.value_of(judged[self.answer])
         if value is None:
-            raise Interrupted(f"the reply's {self.answer} is none that was asked for: {shown}")
+            raise Interrupted(f"the reply's {self.answer} is outside the allowed values: {shown}")
         return value
 
     def value_of(self, score: object) -> float | None:
-        """Return the value of what the reply says under ``answer``; None if that was not asked for."""
+        """Map a reply's ``answer`` entry to its value; None if invalid."""
         if isinstance(score, str) and _NUMBER.fullmatch(score.strip()):
             score = float(score)
         if isinstance(score, str) and score in self.values:
@@ -92,12 +92,12 @@ class Question:
 
 @dataclass(frozen=True)
 class RankingQuestion(Question):
-    """A question whose reply names ``size`` answers by their letters, the best first; valued by ``order_number``."""
+    """Asks for ``size`` answers to be ranked by letter, best first; valued by ``order_number``."""
 
     size: int = 0
 
     def value_of(self, score: object) -> float | None:
-        """Return the number of the order; None unless each letter is named once."""
+        """Convert a ranking to its number; None unless each letter occurs once."""
         if not isinstance(score, str):
             return None
         named = [part.strip().lower() for part in score.split(">")]
@@ -108,9 +108,9 @@ class RankingQuestion(Question):
 
 
 def order_number(order: Sequence[int]) -> int:
-    """Return the place of an order of 0, 1, ... n − 1 among all n! of them, sorted as words are.
+    """Compute the lexicographic index of a permutation of 0, 1, ... n − 1.
 
-    ``Σ_i c_i (n − 1 − i)!``, where c_i counts the smaller numbers behind the i-th (Lehmer 1960).
+    ``Σ_i c_i (n − 1 − i)!``, where c_i counts smaller numbers after position i (Lehmer 1960).
     """
     number = 0
     for place, item in enumerate(order):
@@ -120,7 +120,7 @@ def order_number(order: Sequence[int]) -> int:
 
 
 def numbered_order(number: int, size: int) -> list[int]:
-    """Return the order of 0, 1, ... ``size`` − 1 whose ``order_number`` this is."""
+    """Invert ``order_number`` for a permutation of 0, 1, ... ``size`` − 1."""
     left = list(range(size))
     order: list[int] = []
     for behind in range(size - 1, -1, -1):
@@ -136,14 +136,14 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def mark_of(texts: Sequence[str]) -> str:
-    """Return a digest of the texts as a mark, which none of them can hold."""
+    """Build a quotation mark from a digest of the texts, which cannot occur in any text."""
     content = json.dumps(list(texts)).encode()
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return f"text-{digest}"
 
 
 def ask_score(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], gold: str | None = None) -> Question:
-    """Ask for a score of one answer, valued ``(score − lowest) / (highest − lowest)``; ``gold``: the known answer."""
+    """Ask for a score valued ``(score − lowest) / (highest − lowest)``. ``gold``: optional reference answer."""
     low, high = scale
     texts = {"question": prompt, "answer": answer}
     if gold is not None:
@@ -154,7 +154,7 @@ def ask_score(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], 
 
 
 def ask_winner(prompt: str, first: str, second: str, *, rubric: str) -> Question:
-    """Ask which of two answers is better: value 1 for the first, 0 for the second, 0.5 for a tie."""
+    """Ask for the better of two answers: 1 for the first, 0 for the second, 0.5 for a tie."""
     texts = {"question": prompt, "first-answer": first, "second-answer": second}
     form = '{"reasoning": why, "winner": "first", "second" or "tie"}'
     order = "The order in which the answers stand says nothing. "
@@ -162,7 +162,7 @@ def ask_winner(prompt: str, first: str, second: str, *, rubric: str) -> Question
 
 
 def ask_criterion(prompt: str, answer: str, criterion: str, *, gold: str | None = None) -> Question:
-    """Ask whether an answer meets a criterion: value 1 for yes, 0 for no; ``gold``: the known answer."""
+    """Ask if an answer meets a criterion: 1 for yes, 0 for no. ``gold``: optional reference answer."""
     texts = {"question": prompt, "answer": answer, "criterion": criterion}
     if gold is not None:
         texts["known-answer"] = gold
@@ -174,7 +174,7 @@ def ask_criterion(prompt: str, answer: str, criterion: str, *, gold: str | None 
 
 
 def ask_ranking(prompt: str, answers: Sequence[str], *, rubric: str) -> RankingQuestion:
-    """Ask for the order of 2 to ``MAX_RANKED`` answers, the best first, valued by ``order_number``."""
+    """Ask for a ranking of 2 to ``MAX_RANKED`` answers, best first, valued by ``order_number``."""
     assert 2 <= len(answers) <= MAX_RANKED, "checked by the recipe"
     letters = LETTERS[: len(answers)]
     texts = {"question": prompt} | {f"answer-{name}": text for name, text in zip(letters, answers, strict=True)}

@@ -1,4 +1,4 @@
-"""A language model as a judge, behind any server with OpenAI's chat endpoint: a reward, and a referee of two models."""
+"""LLM judge behind an OpenAI chat endpoint, used as reward and to compare two models."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from posttrain.untrusted import describe_fault
 
 CACHE = "judge.jsonl"
 KEY_VARIABLE = "JUDGE_API_KEY"
-SUFFIXES = (".yaml", ".yml")  # of a file that names a judge
+SUFFIXES = (".yaml", ".yml")  # judge configuration files
 _MAX_CACHE_BYTES = 1 << 30
-# Options of rewards that do not choose the judge.
+# Reward options that do not affect the judge itself.
 _HOW = ("rubric", "scale", "known_answer", "max_failures", "key", "both_orders")
-# Tokenizers of chats take these for marks of turns, in contents too, so an answer could end its turn with them.
+# Turn markers that chat tokenizers recognize even in message content; with them, answers could end their turn.
 _TURN_MARKS = re.compile(
     r"<(?=[|｜][^<>\s]{1,40}[|｜]>|/?(?:s|bos|eos|start_of_turn|end_of_turn)>|</?SYS>>)|"
     r"\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT)\])"
@@ -54,9 +54,9 @@ Failure = Literal["timeout", "crash"]
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """The value of an answer, or the ``failure`` with its reason.
+    """A judged value, or a ``failure`` with its reason.
 
-    ``tokens_in``, ``tokens_out``: the cost of all attempts, 0 where it was known before.
+    ``tokens_in``, ``tokens_out``: cost over all attempts, 0 if cached.
     """
 
     value: float | None
@@ -83,7 +83,7 @@ class _Usage(BaseModel):
 
 
 class _Answer(BaseModel):
-    """The part of an answer of ``/v1/chat/completions`` that is read."""
+    """Fields read from a ``/v1/chat/completions`` response."""
 
     choices: Annotated[list[_Choice], Field(min_length=1)]
     usage: _Usage | None = None
@@ -91,14 +91,14 @@ class _Answer(BaseModel):
 
 @dataclass
 class Judge:
-    """A model behind a server; the options are those of the reward ``judge``. ``where`` is its key, for messages.
+    """A model behind a server, with the options of reward ``judge``. ``where``: configuration key for messages.
 
-    Opinions are kept by question and judge, with a ``folder`` in its ``judge.jsonl``, so that a resumed run gets the
-    same; failures are not kept. ``tokens_in`` and ``tokens_out`` count since it was made.
+    Opinions are cached by question and judge. With a ``folder``, they are stored in ``judge.jsonl``, so that resumed
+    runs get identical values. Failures are not cached. ``tokens_in`` and ``tokens_out`` count usage by this object.
 
     Raises:
-        UsageError: no URL, or a key that must not be sent there.
-        DataError: the file is damaged.
+        UsageError: missing URL, or an API key that would be sent insecurely.
+        DataError: damaged cache file.
     """
 
     url: str
@@ -119,7 +119,7 @@ class Judge:
         key = key_for(self.url, f"{self.where}.url", KEY_VARIABLE)
         if key and place.scheme != "https" and place.hostname not in LOOPBACK:
             raise UsageError(
-                f"{self.where}.url: {self.url}: the key of {KEY_VARIABLE} would travel in clear text; use https"
+                f"{self.where}.url: {self.url}: the key of {KEY_VARIABLE} would be sent unencrypted; use https"
             )
         self._server = HttpServer(
             self.url,
@@ -135,52 +135,52 @@ class Judge:
 
     @property
     def name(self) -> str:
-        """Address and model, as opinions are kept under them."""
+        """URL and model, used as cache key."""
         return f"{self.url} {self.model or ''}".strip()
 
     def find_model(self, retries: int | None = None) -> str:
-        """Return the name of the model at the server.
+        """Look up the served model name.
 
         Raises:
-            UsageError: no answer, a refused key, or several models and none named.
+            UsageError: no response, a refused key, or several models without a choice.
         """
         try:
             models = copy(self._server).call("GET", "/v1/models", read=read_models, retries=retries)
         except ServerError as error:
             if isinstance(error, RequestRefused) and error.status in (404, 405) and self.model:
-                return self.model  # the server lists no models
+                return self.model  # server without a model list
             raise self._explain(error) from None
         if self.model is None and len(models) != 1:
             names = ", ".join(model.name for model in models) or "none"
-            raise UsageError(f"{self.url}: {self.where}.model is needed; the server has: {names}")
+            raise UsageError(f"{self.url}: {self.where}.model is required; available: {names}")
         return self.model or models[0].name
 
     def _explain(self, error: ServerError) -> UsageError:
-        text = f"this is no server of models: {error}"
+        text = f"not a model server: {error}"
         if isinstance(error, Unanswered):
             text = (
-                f"no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
-                f"give the place of one with {self.where}.url"
+                f"no judge responds ({error}). Start one, for example `posttrain serve MODEL_OR_RUN`, or "
+                f"set {self.where}.url"
             )
         elif isinstance(error, RequestRefused):
             text = f"the judge refuses to answer ({error})"
             if error.status in (401, 403):
-                text += f"; put its key into the environment variable {KEY_VARIABLE}"
+                text += f"; set {KEY_VARIABLE} to its API key"
         return UsageError(f"{self.url}: {text}")
 
     def ask(self, questions: Sequence[Question]) -> list[Opinion]:
-        """Return an opinion on each question, in order; the same question is asked once.
+        """Collect one opinion per question, in order. Identical questions are sent once.
 
         Raises:
-            UsageError: the judge cannot be asked at all.
-            StorageError: the opinions cannot be kept.
+            UsageError: judge unavailable.
+            StorageError: opinions cannot be stored.
         """
         names = [question.digest(self.name) for question in questions]
         fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
         judged: dict[str, Opinion] = {}
         if fresh:
             model = self.model or self.find_model()
-            server = copy(self._server)  # each thread asks by its own client
+            server = copy(self._server)  # one client per thread
             opinions = server.session(lambda: all_of(partial(self._ask, server, model), fresh.values()))
             judged = dict(zip(fresh, opinions, strict=True))
             self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
@@ -189,7 +189,7 @@ class Judge:
         results = []
         for name in names:
             results.append(judged.get(name) or Opinion(self._known[name]))
-            if name in judged:  # the first that asks has the costs
+            if name in judged:  # costs count only for the first occurrence
                 judged[name] = replace(judged[name], tokens_in=0, tokens_out=0)
         return results
 
@@ -205,7 +205,7 @@ class Judge:
             self.folder.mkdir(exist_ok=True)
             with storage_errors("what the judge said", path), open(path, "ab+") as file:
                 if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
-                    lines = f"\n{lines}"  # torn by a kill, or another process is writing it
+                    lines = f"\n{lines}"  # torn by a kill, or another process is writing
                 file.write(lines.encode())
 
     async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
@@ -215,12 +215,12 @@ class Judge:
             try:
                 answer = _Answer.model_validate(content)
             except ValidationError as error:
-                raise Interrupted(f"an answer that cannot be read: {describe_fault(error)}") from None
+                raise Interrupted(f"unreadable response: {describe_fault(error)}") from None
             usage = answer.usage or _Usage()
             spent[0] += usage.prompt_tokens or 0
             spent[1] += usage.completion_tokens or 0
             text = answer.choices[0].message.content or ""
-            return question.read(text.encode("utf-8", "replace").decode())  # half of a surrogate pair cannot be stored
+            return question.read(text.encode("utf-8", "replace").decode())  # lone surrogates cannot be stored
 
         try:
             value = await server.ask("POST", "/v1/chat/completions", self.body(model, question), read=read)
@@ -230,7 +230,7 @@ class Judge:
                 failure = "timeout"
             return Opinion(None, failure, str(error), *spent)
         except RequestRefused as error:
-            if error.status in (401, 403, 404, 405):  # refusals of the client, not of the question
+            if error.status in (401, 403, 404, 405):  # applies to all requests, not only this question
                 raise self._explain(error) from None
             reason = str(error)
             if "response_format" in reason:
@@ -239,7 +239,7 @@ class Judge:
         return Opinion(value, None, "", *spent)
 
     def body(self, model: str, question: Question) -> dict[str, Any]:
-        """Return the JSON of a request, in which a space breaks the marks of turns (``< |im_end|>``)."""
+        """Build the request JSON, breaking turn markers with a space (``< |im_end|>``)."""
         text = _TURN_MARKS.sub(r"\g<0> ", question.text)
         turns = [{"role": "system", "content": question.system}, {"role": "user", "content": text}]
         body: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": self.max_tokens}
@@ -252,7 +252,7 @@ class Judge:
 
 
 def _read_cache(path: Path) -> Iterator[tuple[str, float]]:
-    """Yield the lines of the file; one that a kill has torn is skipped, and asked again."""
+    """Read cached opinions, skipping lines torn by a kill so that they are judged again."""
     try:
         lines = read_record(path, _MAX_CACHE_BYTES).split(b"\n")
     except FileNotFoundError:
@@ -263,24 +263,24 @@ def _read_cache(path: Path) -> Iterator[tuple[str, float]]:
                 read = json.loads(line)
                 yield str(read["question"]), float(read["value"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            what = "is not what a judge said; move the file away, and it is asked again"
+            what = "not a judge's opinion; move the file away to judge again"
             raise DataError(path, what, number) from None
 
 
 def check_failures(opinions: Sequence[Opinion], bound: float, judge: Judge) -> None:
-    """Refuse to go on where more than a share ``bound`` of the opinions failed (a single one may, if others did not).
+    """Stop if more than a fraction ``bound`` of opinions failed. A single failure is tolerated if others succeeded.
 
     Raises:
-        RunFailure: with the reason of the last one.
+        RunFailure: includes the last failure's reason.
     """
     failed = [opinion for opinion in opinions if opinion.value is None]
     if not failed:
         return
     if len(failed) == len(opinions) or len(failed) > max(1.0, bound * len(opinions)):
         raise RunFailure(
-            f"judge {judge.name}: {len(failed)} of {len(opinions)} answers were not judged, and at most "
-            f"{bound:.0%} may fail (max_failures). The last reason: {failed[-1].reason}. What it said until now is "
-            "kept; see that it answers, then go on (a run: with --resume)"
+            f"judge {judge.name}: {len(failed)} of {len(opinions)} requests were not judged, but at most "
+            f"{bound:.0%} may fail (max_failures). Last reason: {failed[-1].reason}. Earlier opinions are "
+            "kept; repair the judge, then continue (training: with --resume)"
         )
 
 
@@ -288,17 +288,18 @@ judge_for = cache(Judge)
 
 
 def prepare_judge(*, where: str = "judge", folder: Path | None = None, **options: Any) -> Judge:
-    """Return the judge of a reward's options, checked before anything is sampled.
+    """Build and check a judge from reward options before sampling starts.
 
     Raises:
-        UsageError: it cannot be asked.
+        RecipeError: invalid scale or missing URL.
+        UsageError: judge unavailable.
     """
     low, high = options.get("scale", (1, 10))
     if not low < high <= low + 100:
-        raise RecipeError(f"{where}.scale: {[low, high]}: the lowest score, then the highest, at most 100 above it")
+        raise RecipeError(f"{where}.scale: {[low, high]}: give lowest and highest score, at most 100 apart")
     if options.get("url") is None:
         raise RecipeError(
-            f"{where}.url: say where a judge answers; a model of this machine is one behind `posttrain serve MODEL`"
+            f"{where}.url: missing. Give a judge's URL; `posttrain serve MODEL` starts one on this machine"
         )
     chosen = {name: value for name, value in options.items() if name not in _HOW}
     judge = Judge(**chosen, where=where, folder=folder)
@@ -326,29 +327,29 @@ def judge(
     timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[MeasuredReward]:
-    """Let a language model judge the answer by a rubric: ``r = (score − lowest) / (highest − lowest)``, from 0 to 1.
+    """Score from an LLM judge following a rubric: ``r = (score − lowest) / (highest − lowest)``, from 0 to 1.
 
-    An unjudged answer gets the mean of the others to its prompt; its outcome is ``timeout`` or ``crash`` where no gold
-    answer decides that. ``judge_length``: the correlation of reward and length in the batch (docs/how-to/llm-judge.md).
+    Unjudged answers get the prompt's average; without a gold answer their outcome is ``timeout`` or ``crash``.
+    ``judge_length``: correlation between reward and length within a batch (docs/how-to/llm-judge.md).
 
     Args:
-        url: the address of a server with OpenAI's chat endpoint.
-        model: its name there; by default the only one that the server has.
-        rubric: the standard of the judgement.
-        scale: the lowest and the highest score.
-        known_answer: show the judge the gold answer where there is one.
-        structured: send the schema of the reply along; false for servers that refuse it.
-        temperature: of the judge; null leaves it to the server.
-        max_tokens: of the judge's reply.
-        concurrency: questions under way at a time.
-        retries: how often a question is asked again, with growing pauses.
-        timeout_seconds: how long one attempt may take.
-        max_failures: the share of a batch that may go unjudged; above it the run ends.
+        url: server URL with an OpenAI chat endpoint.
+        model: served model name; may be omitted if only one is served.
+        rubric: scoring criterion.
+        scale: lowest and highest score.
+        known_answer: show gold answers to the judge if available.
+        structured: request replies with a JSON schema; set false for servers without support.
+        temperature: judge temperature; null uses the server default.
+        max_tokens: maximum tokens per judge reply.
+        concurrency: maximum concurrent requests.
+        retries: retries per request, with increasing delays.
+        timeout_seconds: timeout per attempt.
+        max_failures: fraction of unjudged answers tolerated per batch; training stops above it.
 
     Source: LLM-as-a-judge (Zheng et al. 2023); the wording is ours.
 
     Raises:
-        UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
+        UsageError: judge unavailable. RunFailure: too many requests failed.
     """
     limits = (temperature, max_tokens, concurrency, retries, timeout_seconds)
     judge = judge_for(url, model, structured, *limits, where, folder[0])
@@ -399,23 +400,23 @@ def _measured(judged: Sequence[Opinion], ids: Sequence[str], texts: Sequence[str
 
 @dataclass(frozen=True)
 class PairJudge:
-    """A judge of two models, and the share of opinions that may fail."""
+    """Judge for comparing two models, with its tolerated failure fraction."""
 
     judge: Judge
     rubric: str
     max_failures: float
 
     def meet(self, meetings: Sequence[tuple[str, str, str]]) -> tuple[list[float], dict[str, float]]:
-        """Return the value of the first answer of each ``(prompt, first, second)``, and facts about the judge.
+        """Compare pairs ``(prompt, first, second)``. Returns values for first answers, and judge statistics.
 
-        Each pair is compared in both orders: 1 where the first answer is better in both, 0.5 where the orders disagree,
-        tie or both failed, one order alone where the other failed. ``judge_failed``: the share without a judgement.
-        ``judge_first``: the mean value of the answer that stood first, 0.5 without a bias. ``judge_consistent``: the
-        share of pairs whose orders agree. ``judge_longer``: the mean value of the longer answer.
+        Each pair is compared in both orders: 1 if the first answer wins both, 0.5 if the orders disagree, tie or both
+        fail. If one order fails, only the other counts. ``judge_failed``: fraction without any judgment.
+        ``judge_first``: mean value of answers shown first; 0.5 means no position bias. ``judge_consistent``: fraction
+        of pairs with agreeing orders. ``judge_longer``: mean value of longer answers.
 
         Raises:
-            UsageError: the judge cannot be asked.
-            RunFailure: too many of its opinions failed.
+            UsageError: judge unavailable.
+            RunFailure: too many requests failed.
         """
         questions = []
         for prompt, a, b in meetings:
@@ -431,7 +432,7 @@ class PairJudge:
             "judge_failed": [],
         }
         for (_, a, b), forth, back in zip(meetings, judged[::2], judged[1::2], strict=True):
-            votes = []  # values of the first answer
+            votes = []  # values for the first answer
             if forth.value is not None:
                 votes.append(forth.value)
             if back.value is not None:
@@ -456,10 +457,10 @@ class PairJudge:
 
 
 def read_pair_judge(path: str, folder: Path | None = None) -> PairJudge:
-    """Return the judge of a file with the options of the reward ``judge``; its opinions are kept in ``folder``.
+    """Load a judge from a file with the options of reward ``judge``, caching opinions in ``folder``.
 
     Raises:
-        UsageError: no such file or option, or a judge that cannot be asked.
+        UsageError: missing file, unknown option, or judge unavailable.
     """
     place, text = recipe_text(path)
     where = f"{place}: judge"

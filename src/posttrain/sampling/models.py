@@ -1,4 +1,4 @@
-"""Models by name, opened with a template, a grader and an engine."""
+"""Open models by name, with template, grader and engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Component(name="r1_zero")
 CHAT = Component(name="chat")
-# Of embedded models: a base model, which no chat has trained, and one that learned a format.
+# Templates for embedded models: a base model without chat training, and a model trained on one format.
 EMBEDDED_TEMPLATES = {
     EMBEDDED["tiny"]: DEFAULT_TEMPLATE,
     EMBEDDED["tiny-sft"]: Component.model_validate({"name": "r1_zero", "preamble": ""}),
@@ -37,9 +37,9 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model by name (``runs.models.find_source``).
+    """Model resolved by name (``runs.models.find_source``).
 
-    ``label`` is its name in tables, ``path`` is loaded. ``run`` and ``recipe`` are there for a run or a checkpoint.
+    ``label`` is shown in tables, and ``path`` is loaded. ``run`` and ``recipe`` are set only for runs and checkpoints.
     """
 
     name: str
@@ -50,17 +50,18 @@ class ModelSource:
 
     @property
     def task(self) -> Component | None:
-        """The task that it was trained on; None of a model that is no run."""
+        """Training task; None unless trained in a run."""
         if self.recipe is None:
             return None
         return self.recipe.task
 
     @cached_property
     def template(self) -> Component:
-        """The template of its training, else the chat template of its tokenizer, else ``r1_zero``.
+        """Training template, else ``chat`` if the tokenizer has a chat template, else ``r1_zero``. Embedded models
+        have fixed ones.
 
         Raises:
-            UsageError: there is no such model, or its tokenizer cannot be loaded.
+            UsageError: unknown model, or its tokenizer cannot be loaded.
         """
         if self.recipe is not None:
             return self.recipe.prompt.template
@@ -73,31 +74,31 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Its tokenizer, which takes as long to load as a small model's weights.
+        """Tokenizer, loaded once since loading takes as long as a small model's weights.
 
         Raises:
-            UsageError: there is no such model, or its tokenizer cannot be loaded.
+            UsageError: unknown model, or its tokenizer cannot be loaded.
         """
         return load_tokenizer(self.path, trust_remote_code=self.section().runs_remote_code)
 
     def describe_template(self, template: Component | None = None) -> str | None:
-        """Return one line about the template of a model that no run here trained.
+        """Describe an automatically chosen template in one line.
 
-        None if the user chose the template, or a run did.
+        None if the template was set by the user or a run, and for embedded models.
         """
         if template is not None or self.recipe is not None:
             return None
         if self.template == CHAT:
-            reason = "its tokenizer has this chat template"
+            reason = "from the tokenizer's chat template"
         elif self.name in EMBEDDED:
             return None
         else:
-            reason = "no run says how it was trained, and its tokenizer has no chat template"
+            reason = "not trained in a run here, and without a chat template"
         return f"{self.label}: prompt template {self.template.name} ({reason}); --template NAME takes another"
 
     @property
     def max_tokens(self) -> int:
-        """The limit of its answers in its run."""
+        """Answer length limit from the recipe, or ``DEFAULT_MAX_TOKENS``."""
         if self.recipe is None:
             return DEFAULT_MAX_TOKENS
         trained = None
@@ -107,11 +108,11 @@ class ModelSource:
 
     @property
     def is_scorer(self) -> bool:
-        """True if its run trained a reward model, and not a policy."""
+        """True if a reward model was trained instead of a policy."""
         return self.recipe is not None and self.recipe.trains_scorer
 
     def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
-        """Return the options of loading: those of its run, changed by those given here."""
+        """Build loading options from the recipe, overridden by these arguments."""
         options: dict[str, Any] = {}
         if self.recipe is not None:
             options = {key: getattr(self.recipe.model, key) for key in ("dtype", "device", "trust_remote_code")}
@@ -122,7 +123,7 @@ class ModelSource:
         return ModelSection(name=self.path, **options)
 
     def refuse_scorer(self) -> None:
-        """Raise ``UsageError`` if the run trained a reward model."""
+        """Raise ``UsageError`` for reward models."""
         if self.recipe is not None and self.is_scorer:
             raise UsageError(
                 f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
@@ -131,7 +132,7 @@ class ModelSource:
 
 
 def plays(source: ModelSource, template: Component | None) -> bool:
-    """Return True if an environment answers the model's turns: its run's, under its own template."""
+    """Check if a run's environment or tools can be used with this template."""
     recipe = source.recipe
     if recipe is None or recipe.rollout is None:
         return False
@@ -141,7 +142,7 @@ def plays(source: ModelSource, template: Component | None) -> bool:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint of a path: itself, or the folder of a quantized copy."""
+    """Resolve a quantized copy to its checkpoint; other paths are unchanged."""
     if path.name in QUANTIZED_FOLDERS.values():
         return path.parent
     return path
@@ -149,7 +150,7 @@ def checkpoint_of(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class OpenedModel(Sampler):
-    """A loaded model. ``model`` is None where the engine samples in another process."""
+    """Loaded model. ``model`` is None if the engine samples in another process."""
 
     source: ModelSource
     model: Any
@@ -159,12 +160,13 @@ class OpenedModel(Sampler):
         return self.source.label
 
     def on_stage(self, template: Component | None) -> OpenedModel:
-        """Return the model under a template (None: its own, with its run's rewards), and with its run's environment and
-        tools where it has any and keeps its template.
+        """Apply a template, with the run's environment and tools if they exist and the template is unchanged.
+
+        ``template`` None selects the training template and rewards.
 
         Raises:
-            UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
-            UsageError: they cannot be used here.
+            UnallowedCode: the run's recipe names code that was not allowed.
+            UsageError: environment or tools cannot be used here.
         """
         plain = replace(self, grader=grader_for(self.source, template), stage=None)
         recipe = self.source.recipe
@@ -186,12 +188,12 @@ def open_model(
     dtype: Dtype | None = None,
     device: Device | None = None,
 ) -> OpenedModel:
-    """Load a model with the template of its training (``template`` None), or another.
+    """Load a model with ``template``, or its training template if None.
 
-    For an engine that samples elsewhere the tokenizer alone is loaded, and its option ``checkpoint`` names the model.
+    If the engine samples elsewhere, only the tokenizer is loaded, and option ``checkpoint`` names the model.
 
     Raises:
-        UsageError: no such model, one that cannot be loaded, or a reward model.
+        UsageError: unknown model, loading failed, or a reward model.
     """
     source.refuse_scorer()
     section = source.section(dtype, device)
@@ -203,7 +205,7 @@ def open_model(
     make = entry.bind(options, "--engine")
     model = None
     if entry.traits.get("needs_model", True):
-        already = vars(source).get("tokenizer")  # if its template was read from it
+        already = vars(source).get("tokenizer")  # already loaded if the template required it
         loaded = load_model(section, seed=0, tokenizer=already)
         model = loaded.model
         tokenizer = loaded.tokenizer
@@ -219,10 +221,10 @@ def open_model(
 
 
 def grader_for(source: ModelSource, template: Component | None) -> Grader:
-    """Return the grader under a template, with the run's rewards if it is the run's own.
+    """Build a grader for a template, using the run's rewards if the template is unchanged.
 
-    Rewards that are models are left out (a policy can be asked where its judge is gone), and so is code that a stored
-    recipe names and that is not allowed (see ``check_rewards``).
+    Model-based rewards are omitted, so that policies can be sampled without their judge. Custom code from a stored
+    recipe is also omitted unless allowed (see ``check_rewards``).
     """
     component = template or source.template
     rewards = [RewardComponent(name="correct")]
@@ -237,21 +239,21 @@ def grader_for(source: ModelSource, template: Component | None) -> Grader:
 
 
 def check_rewards(source: ModelSource, template: Component | None) -> None:
-    """Refuse to measure a run's rewards without one of them.
+    """Refuse to measure a run's rewards if any is unavailable.
 
     Raises:
-        UnallowedCode: one is code that the run's recipe names, and it is not allowed.
+        UnallowedCode: the recipe names reward code that was not allowed.
     """
     if source.recipe is None:
         return
     if template is None or template.name == source.template.name:
         for index, reward in enumerate(source.recipe.rewards):
-            if not registry.is_lost(reward.name):  # that of a notebook, which nobody can import
+            if not registry.is_lost(reward.name):  # defined in a notebook, so it cannot be imported
                 registry.find("reward", reward.name, f"rewards.{index}")
 
 
 def complete_template(template: Component | None, source: ModelSource) -> Component | None:
-    """Add options (``--template.preamble``) to the model's own template, if that or no other is named."""
+    """Merge options (``--template.preamble``) into the model's template, unless a different template is named."""
     if template is None:
         return None
     if template.name and source.recipe is None and source.name not in EMBEDDED:

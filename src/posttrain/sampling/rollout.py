@@ -1,4 +1,4 @@
-"""From examples to graded completions: one function, used by training and by evaluation."""
+"""Sample and grade completions for both training and evaluation."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from posttrain.sampling.base import NO_RULES, DecodingRules, Engine, Episode, Sa
 from posttrain.store.metric_names import METRICS
 from posttrain.types import Completion, Example, Rollout, Turn
 
-if TYPE_CHECKING:  # a run imports only what its recipe asks for
+if TYPE_CHECKING:  # deferred: imported only when a recipe needs it
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.sampling.episodes import Stage
 
-SEEDS = 1 << 31  # of environments: the range of every generator of random numbers
+SEEDS = 1 << 31  # seed range accepted by any environment's random generator
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A completion to be graded, with its prompt (``text``: see ``Rollout.text``)."""
+    """A completion to grade, including its prompt. ``text``: see ``Rollout.text``."""
 
     example: Example
     prompt: str
@@ -57,9 +57,9 @@ class Attempt:
 
 @dataclass(slots=True)
 class Grade:
-    """Every part unweighted, their weighted sum, the answer that was graded, and the grader's outcome.
+    """Unweighted parts, weighted sum, graded answer and grader outcome.
 
-    The rest is as in ``Rollout``.
+    Other fields match ``Rollout``.
     """
 
     parts: dict[str, float]
@@ -74,29 +74,29 @@ class Grade:
 
 @dataclass(slots=True)
 class RunExtent:
-    """The number of steps of a run, which rewards in TRL's form may read. ``steps_per_epoch``: updates of one pass."""
+    """Run length, exposed to TRL-style rewards. ``steps_per_epoch``: updates per pass."""
 
     max_steps: int = 0
     num_epochs: float = 0.0
     steps_per_epoch: float = 0.0
 
     def state(self, num_updates: int) -> TrainingState:
-        """Return the state after ``num_updates`` updates."""
+        """Build a training state after ``num_updates`` updates."""
         epoch = 0.0
         if self.steps_per_epoch:
             epoch = num_updates / self.steps_per_epoch
-        # of an evaluation without a run, too: rewards divide by it
+        # at least 1 in standalone evaluations, because rewards divide by it
         most = max(self.max_steps, num_updates, 1)
         return TrainingState(epoch, num_updates, most, num_train_epochs=math.ceil(self.num_epochs))
 
 
 @dataclass(frozen=True)
 class Grader:
-    """The rewards of a recipe with their weights, bound to a template's extraction rule.
+    """Weighted rewards bound to a template's extraction rule.
 
-    ``correct`` and the format of a template that asks for one are always measured, at weight 0 unless the recipe
-    rewards them. ``folder``: the run's own, for rewards that store something. ``num_rewards``: the number of the
-    recipe's, which come first; None: all. ``run_extent``: of the run.
+    ``correct``, and a template's required format, are always measured, with weight 0 unless rewarded by the recipe.
+    ``folder``: run folder for rewards that store files. ``num_rewards``: how many leading rewards come from the
+    recipe; None means all. ``run_extent``: length of the run.
     """
 
     template: Template
@@ -107,10 +107,10 @@ class Grader:
     run_extent: RunExtent = field(default_factory=RunExtent)
 
     def grade(self, attempts: Sequence[Attempt], num_updates: int = 0) -> list[Grade]:
-        """Return every part of every attempt unweighted, and the weighted sums, in order; after ``num_updates``.
+        """Grade attempts in order: unweighted parts and weighted sums after ``num_updates`` updates.
 
         Raises:
-            RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
+            RewardFailure: a reward raised an exception, returned a non-finite number, or closed a foreign file.
         """
         extracted = [self.template.extract(attempt.text) for attempt in attempts]
         available = []
@@ -136,7 +136,7 @@ class Grader:
         return grades
 
     def _arguments(self, attempt: Attempt, extracted: str | None) -> dict[str, Any]:
-        """Return what a reward may ask for by name."""
+        """Build the arguments available to reward functions."""
         return {
             "prompt": attempt.prompt,
             "text": attempt.text,
@@ -156,10 +156,10 @@ class Grader:
 
 
 def _refuse_known_names(log: RewardLog) -> None:
-    """Refuse a metric of ``log_metric`` that has the name of one that a run has."""
+    """Refuse ``log_metric`` names already used by built-in metrics."""
     for name in log.metrics:
         if name in METRICS or name.startswith("reward/"):
-            raise RewardFailure(f"log_metric: {name!r} is a metric of the run. Log yours under another name")
+            raise RewardFailure(f"log_metric: {name!r} is a built-in metric. Choose another name")
 
 
 def _sum_up(parts: Sequence[tuple[str, float, RewardResult | None]], extracted: str | None) -> Grade:
@@ -185,17 +185,17 @@ def _sum_up(parts: Sequence[tuple[str, float, RewardResult | None]], extracted: 
             outcome = reward.outcome
             if reward.extracted is not None:
                 extracted = reward.extracted
-    total = check_size(total, f"the weighted sum of the rewards is {total:g}")
-    if outcome == "ungraded" and failure:  # a judge does not change the grader's outcome
+    total = check_size(total, f"weighted reward sum is {total:g}")
+    if outcome == "ungraded" and failure:  # judges do not change the grader's outcome
         outcome = failure
     return Grade(info | values, total, extracted, outcome, skipped)
 
 
 def build_grader(components: Sequence[RewardComponent], template: Template, folder: Path | None = None) -> Grader:
-    """Bind the rewards of a recipe; a name that occurs twice gets a number.
+    """Bind a recipe's rewards, numbering duplicate names.
 
     Raises:
-        UsageError: a reward whose arguments are not there.
+        UsageError: a reward requires unavailable arguments.
     """
     has_tags = bool(template.tags)
     names = reward_parts(components, template.name, has_tags=has_tags)
@@ -213,11 +213,11 @@ def build_grader(components: Sequence[RewardComponent], template: Template, fold
 
 @dataclass(frozen=True)
 class Sampler:
-    """An engine with its tokenizer, and a grader under a template.
+    """Engine, tokenizer, and a grader for one template.
 
-    ``context_tokens``: the limit of a prompt and its answer together. Each process of a ``process_group`` samples and
-    grades its share of the prompts, and has the answers to all. ``stage``: the environment of completions of several
-    turns; the grader's template is then the stage's.
+    ``context_tokens`` limits prompt plus answer. Each process in ``process_group`` samples and grades its share of
+    prompts, then receives all answers. ``stage``: environment for multi-turn completions, which also determines the
+    grader's template.
     """
 
     engine: Engine
@@ -235,7 +235,7 @@ class Sampler:
         top_p: float = 1.0,
         rules: DecodingRules = NO_RULES,
     ) -> Sampling:
-        """Return the options of sampling; a completion ends at the template's end tokens."""
+        """Build sampling options, ending completions at the template's stop ids."""
         ends = stop_ids(self.tokenizer, self.grader.template)
         turn = None
         if self.stage is not None:
@@ -245,11 +245,11 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """``group`` completions of every prompt, the token ids of which are ``prompts``.
+    """Request for ``group`` completions per prompt, given as token ids in ``prompts``.
 
-    ``key``: (seed, purpose, counter); with slot and sample it decides a completion's random numbers. ``slots`` of the
-    prompts, ``prompt_indices`` under which they are recorded: 0, 1, ... by default. ``epochs``: 0 by default.
-    ``num_updates``: finished updates, ``step`` by default.
+    ``key``: (seed, purpose, counter). Combined with slot and sample index, it determines random numbers. ``slots``
+    and ``prompt_indices`` default to 0, 1, ...; the latter are recorded. ``epochs`` default to 0. ``num_updates``:
+    finished updates, by default ``step``.
     """
 
     examples: Sequence[Example]
@@ -264,7 +264,7 @@ class RolloutRequest:
     num_updates: int | None = None
 
     def keys(self, number: int) -> list[int]:
-        """Return the keys of the completions of prompt ``number``."""
+        """Derive completion keys for prompt ``number``."""
         slot = number
         if self.slots is not None:
             slot = self.slots[number]
@@ -272,9 +272,9 @@ class RolloutRequest:
 
 
 def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollout]], float]:
-    """Sample completions and grade them; return the rollouts grouped by prompt, and the seconds spent in grading.
+    """Sample and grade completions. Returns rollouts grouped by prompt, and seconds spent grading.
 
-    The graded text of a completion of several turns is its last turn.
+    For multi-turn completions, only the last turn is graded.
     """
     group = request.group
     numbers = range(len(request.prompts))
@@ -311,7 +311,7 @@ def collect(sampler: Sampler, request: RolloutRequest) -> tuple[list[list[Rollou
 
 
 def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episode, text: str, grade: Grade) -> Rollout:
-    """Return the graded answer ``place`` (number of the prompt, number of the completion)."""
+    """Build a rollout at ``place`` (prompt index, sample index)."""
     number, sample = place
     example = request.examples[number]
     if episode.messages:
@@ -346,7 +346,7 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
 
 
 def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means of the metrics that rewards logged of these answers."""
+    """Average metrics logged by rewards across rollouts."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, numbers in rollout.logged.items():
@@ -357,7 +357,7 @@ def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _play(
     sampler: Sampler, request: RolloutRequest, mine: Sequence[int], keys: list[list[int]], slots: Sequence[int]
 ) -> list[list[Episode]]:
-    """Return one episode for each key: of one turn, or of several where there is a stage."""
+    """Sample one episode per key, with several turns if a stage is set."""
     stage = sampler.stage
     if stage is None:
         prompts = [request.prompts[i] for i in mine]
@@ -380,7 +380,7 @@ def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
     tokenizer = sampler.tokenizer
     template = sampler.grader.template
     prompt = decode_ids(tokenizer, episode.prompt)
-    has_failed = completion.finish == "environment_failed"  # graded for the record, never trained on
+    has_failed = completion.finish == "environment_failed"  # graded for the record but never trained on
     reward = episode.reward
     if has_failed and reward is None:
         reward = 0.0
@@ -394,7 +394,7 @@ def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, template: Template, examples: Sequence[Example], limit: int
 ) -> tuple[list[int], list[list[int]], int]:
-    """Return the indices of the prompts of at most ``limit`` tokens, their ids, and how many were dropped."""
+    """Encode prompts and drop any longer than ``limit`` tokens. Returns kept indices, ids, and the number dropped."""
     indices = []
     prompts = []
     for index, example in enumerate(examples):

@@ -1,4 +1,4 @@
-"""Rewards of a judge that is asked more than one number: criteria of the row, and the order of a group."""
+"""Judge rewards from several judgments: row-specific criteria and rankings within groups."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _MAX_CRITERIA = 100
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """A statement about an answer, and what it is worth if it is true; a negative weight is of a fault."""
+    """A statement to check against an answer, with its weight. Negative weights mark faults."""
 
     text: str
     weight: float = 1.0
 
 
 def read_criteria(value: object, place: str) -> list[Criterion]:
-    """Read the criteria of a row: a list of texts, or of mappings with a text and a weight (1 by default).
+    """Parse criteria: a list of strings, or of mappings with text and weight (default 1).
 
-    A text is under ``criterion``, ``description`` or ``text``, a weight under ``weight`` or ``points``; a list may be
-    written as JSON.
+    Text is read from ``criterion``, ``description`` or ``text``, weights from ``weight`` or ``points``. Lists may be
+    encoded as JSON.
 
     Raises:
-        DataError: no list, no criterion, one without text, a weight that is no number, or no weight above 0.
+        DataError: not a list, empty, missing text, an invalid weight, or no positive weight.
     """
     if isinstance(value, str):
         try:
@@ -71,35 +71,35 @@ def _read_criterion(value: object, place: str) -> Criterion:
     if isinstance(value, str):
         value = {"criterion": value}
     if not isinstance(value, dict):
-        raise DataError(place, f"{cut_end(repr(value), 80)} is no text and no mapping")
+        raise DataError(place, f"{cut_end(repr(value), 80)} is neither a string nor a mapping")
     text = next((value[key] for key in _TEXT_KEYS if value.get(key) is not None), None)
     if not isinstance(text, str) or not text.strip():
         raise DataError(place, f"no text; give it under {_TEXT_KEYS[0]!r}")
     weight = next((value[key] for key in _WEIGHT_KEYS if value.get(key) is not None), 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise DataError(place, f"weight {cut_end(repr(weight), 80)} is no finite number")
+        raise DataError(place, f"weight {cut_end(repr(weight), 80)} is not a finite number")
     if weight == 0:
-        raise DataError(place, "weight 0: it would be asked and not counted; leave it out, or give it a weight")
+        raise DataError(place, "weight 0 would be judged but never counted; remove it, or set a nonzero weight")
     return Criterion(text, float(weight))
 
 
 def refuse_missing_criteria(examples: Iterable[Example], place: str, *, key: str = "rubric", **options: Any) -> None:
-    """Refuse rows without criteria, before a model is loaded.
+    """Refuse rows without valid criteria before loading a model.
 
     Raises:
-        DataError: with the first such row.
+        DataError: names the first invalid row.
     """
     for example in examples:
         criteria_of(example, key, place)
 
 
 def criteria_of(example: Example, key: str, place: str) -> list[Criterion]:
-    """Return the criteria under a ``key`` of a row."""
+    """Parse a row's criteria from ``key``."""
     return read_criteria(example.meta.get(key), f"{place}: row {example.id}, key {key!r}")
 
 
 def weighted_share(criteria: Sequence[Criterion], met: Sequence[float | None]) -> float | None:
-    """``Σ_k w_k y_k / Σ_k max(w_k, 0)`` over the criteria that were judged; None if none of a positive weight was."""
+    """Compute ``Σ_k w_k y_k / Σ_k max(w_k, 0)`` over judged criteria; None without a judged positive weight."""
     earned = 0.0
     most = 0.0
     for criterion, value in zip(criteria, met, strict=True):
@@ -131,31 +131,31 @@ def rubric(
     timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[MeasuredReward]:
-    """The weighted share of a row's criteria that a judge finds met: ``r = Σ_k w_k y_k / Σ_k max(w_k, 0)``.
+    """Weighted fraction of criteria met, according to an LLM judge: ``r = Σ_k w_k y_k / Σ_k max(w_k, 0)``.
 
-    y_k is 1 for yes and 0 for no; each criterion is a question. A fault has a negative weight, so r may be below 0. A
-    row has its criteria under ``key``: ``[{criterion: ..., weight: 2}, ...]``, or texts, which weigh 1. ``rubric:k`` is
-    y_k. A criterion that is not judged leaves both sums (``rubric_unanswered`` counts them); an answer without a
-    judged one of positive weight gets the mean of the others to its prompt.
+    y_k is 1 for yes and 0 for no; each criterion is judged separately. Faults have negative weights, so r may be
+    negative. Rows list criteria under ``key``: ``[{criterion: ..., weight: 2}, ...]``, or strings with weight 1.
+    ``rubric:k`` records y_k. Unjudged criteria are removed from both sums and counted by ``rubric_unanswered``. If no
+    positive criterion was judged, r becomes the average for its prompt, or else for its batch.
 
     Args:
-        url: the address of a server with OpenAI's chat endpoint.
-        model: its name there; by default the only one that the server has.
-        key: of the row, with its criteria.
-        known_answer: show the judge the gold answer where there is one.
-        structured: send the schema of the reply along; false for servers that refuse it.
-        temperature: of the judge; null leaves it to the server.
-        max_tokens: of the judge's reply.
-        concurrency: questions under way at a time.
-        retries: how often a question is asked again, with growing pauses.
-        timeout_seconds: how long one attempt may take.
-        max_failures: the share of a batch's questions that may go unanswered; above it the run ends.
+        url: server URL with an OpenAI chat endpoint.
+        model: served model name; may be omitted if only one is served.
+        key: row field containing criteria.
+        known_answer: show gold answers to the judge if available.
+        structured: request replies with a JSON schema; set false for servers without support.
+        temperature: judge temperature; null uses the server default.
+        max_tokens: maximum tokens per judge reply.
+        concurrency: maximum concurrent requests.
+        retries: retries per request, with increasing delays.
+        timeout_seconds: timeout per attempt.
+        max_failures: fraction of unanswered requests tolerated per batch; training stops above it.
 
-    Source: rubrics as rewards (Gunjal et al. 2025, eq. 1) with the negative criteria of HealthBench (Arora et al.
-    2025). Departure from the latter: r is not cut at 0.
+    Source: rubrics as rewards (Gunjal et al. 2025, eq. 1) with negative criteria from HealthBench (Arora et al. 2025).
+    Departure from HealthBench: r is not clipped at 0.
 
     Raises:
-        UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
+        UsageError: judge unavailable. RunFailure: too many requests failed.
     """
     limits = (temperature, max_tokens, concurrency, retries, timeout_seconds)
     judge = judge_for(url, model, structured, *limits, where, folder[0])
@@ -174,7 +174,7 @@ def rubric(
 def _of_criteria(
     ids: Sequence[str], criteria: Sequence[Sequence[Criterion]], opinions: Sequence[Opinion]
 ) -> list[MeasuredReward]:
-    """Return the reward of each answer; ``opinions`` of one after the other."""
+    """Combine consecutive opinions into one reward per answer."""
     own_opinions: list[Sequence[Opinion]] = []
     shares: list[float | None] = []
     of_prompt: dict[str, list[float]] = {}
@@ -224,30 +224,30 @@ def judge_ranking(
     timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[MeasuredReward]:
-    """The place of an answer among the answers to its prompt, which a judge ranks: ``r = (n − 1 − k) / (n − 1)``.
+    """Rank within a group, according to an LLM judge: ``r = (n − 1 − k) / (n − 1)``.
 
-    k counts the better of n different answers; equal ones share a place, and a single one, which is not asked about,
-    gets 0.5. The answers of a group are in one question, in an order that follows from their texts. ``judge_first``:
-    the mean reward of those that stood first, 0.5 without a bias. A group that is not judged gets 0.5.
+    k counts better answers among n distinct ones. Duplicates share a rank; if all are identical, they get 0.5 without
+    a request. Each group is ranked in one request, in an order derived from its texts. ``judge_first``: mean reward
+    for answers shown first; 0.5 means no position bias. Unjudged groups get 0.5.
 
     Args:
-        url: the address of a server with OpenAI's chat endpoint.
-        model: its name there; by default the only one that the server has.
-        rubric: the standard of the order.
-        both_orders: ask a second time in the reverse order, and take the mean.
-        structured: send the schema of the reply along; false for servers that refuse it.
-        temperature: of the judge; null leaves it to the server.
-        max_tokens: of the judge's reply.
-        concurrency: questions under way at a time.
-        retries: how often a question is asked again, with growing pauses.
-        timeout_seconds: how long one attempt may take.
-        max_failures: the share of a batch's questions that may go unanswered; above it the run ends.
+        url: server URL with an OpenAI chat endpoint.
+        model: served model name; may be omitted if only one is served.
+        rubric: ranking criterion.
+        both_orders: rank again in reverse order and average.
+        structured: request replies with a JSON schema; set false for servers without support.
+        temperature: judge temperature; null uses the server default.
+        max_tokens: maximum tokens per judge reply.
+        concurrency: maximum concurrent requests.
+        retries: retries per request, with increasing delays.
+        timeout_seconds: timeout per attempt.
+        max_failures: fraction of unanswered requests tolerated per batch; training stops above it.
 
-    Source: group-relative judging, as RULER (OpenPipe 2025) does with scores; ranks, both orders and the wording are
+    Source: group-relative judging as in RULER (OpenPipe 2025), which uses scores; ranks, both orders and wording are
     ours.
 
     Raises:
-        UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
+        UsageError: judge unavailable. RunFailure: too many requests failed.
     """
     limits = (temperature, max_tokens, concurrency, retries, timeout_seconds)
     judge = judge_for(url, model, structured, *limits, where, folder[0])
@@ -264,21 +264,21 @@ def judge_ranking(
 
 
 def _bounds(count: int) -> list[int]:
-    """Return where parts of at most ``MAX_RANKED`` answers begin and end, for a prompt that is drawn twice."""
+    """Split answers into parts of at most ``MAX_RANKED``, in case a prompt is drawn twice. Returns boundaries."""
     parts = max(1, math.ceil(count / MAX_RANKED))
     return [count * part // parts for part in range(parts + 1)]
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Different answers to a prompt that are ranked together, and the places that they have in the batch."""
+    """Distinct answers to rank together, and their positions within the batch."""
 
     prompt: str
     texts: Sequence[str]
     places: Sequence[int]
 
     def orders(self, *, both: bool) -> list[list[int]]:
-        """Return the orders in which the judge reads the answers; none of a single one."""
+        """Build display orders for the judge; empty for a single answer."""
         if len(self.texts) < 2:
             return []
         seed = int(mark_of(sorted(self.texts)).removeprefix("text-"), 16)
@@ -326,7 +326,7 @@ def _rank(
 
 
 def _mean_places(count: int, orders: Sequence[Sequence[int]], opinions: Sequence[Opinion]) -> list[float]:
-    """Return ``(n − 1 − k) / (n − 1)`` of each answer, the mean over the orders that were judged; else 0.5."""
+    """Average ``(n − 1 − k) / (n − 1)`` per answer over judged orders; 0.5 if none were judged."""
     of_answer: list[list[float]] = [[] for _ in range(count)]
     for order, opinion in zip(orders, opinions, strict=True):
         if opinion.value is None:

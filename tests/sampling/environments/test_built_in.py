@@ -112,5 +112,5 @@ def test_search_ranks_by_bm25(tmp_path: Path) -> None:
     assert found.search("zebra") == "nothing fits"
     assert [sum(words.values()) for words in found._words] == [13, 3]
     assert (found._mean, found._idf["cat"]) == (8, math.log(1 + 1.5 / 1.5)), "in one passage of two"
-    with refuses(DataError, "no such folder"):
+    with refuses(DataError, "folder not found"):
         search(path=str(tmp_path / "none"))

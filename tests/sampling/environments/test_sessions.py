@@ -88,12 +88,12 @@ def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_
     assert (call.outcome, call.result) == ("timeout", "hang took longer than 0.05 seconds and was given up")
     assert session.failure == ""
     assert session.call(session.toolset.tools["answer"], {}) is None
-    assert session.failure == "tool 'answer' is needed while a call that took longer than 0.05 seconds still runs"
+    assert session.failure == "tool 'answer' is needed while a call still runs after 0.05 seconds"
 
 
 def test_a_reset_that_returns_no_text_is_a_failure_that_states_what_to_return(pool: Pool) -> None:
     session = begun(Session(toolset("ShowsNoText"), pool, LONG))
-    assert session.failure == "reset returned dict, which is no text; return what the model is to read, or None"
+    assert session.failure == "reset returned dict, not a string; return text for the model, or None"
     silent = begun(Session(toolset("Waiting"), pool, LONG))
     assert (silent.opening(), silent.failure) == ("", ""), "None opens with nothing"
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_used_is_refused_at_the_start() -> None:
             "'example_environments:Untyped'",
         ),
         ("Undescribed", "'guess'"),
-        ("NoReset", "no method reset"),
+        ("NoReset", "reset is missing"),
     ):
         with refuses(UsageError, message):
             toolset(name)

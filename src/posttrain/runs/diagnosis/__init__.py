@@ -1,1 +1,1 @@
-"""Findings about a run, from its files alone: faults that its balances prove, levels, and what is no fault."""
+"""Findings about a run, read from its files: faults proven by balances, levels, and harmless oddities."""

@@ -1,4 +1,4 @@
-"""All findings about a run, from its files."""
+"""Collect all findings about a run from its files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("fault", "audit", "level", "explanation")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings about a run, faults first; ``num_records``: its updates whose balances were drawn again."""
+    """Findings about a run, faults first. ``num_records``: updates with rechecked balances."""
 
     state: RunState
     step: int
@@ -34,22 +34,22 @@ class Diagnosis:
     findings: tuple[RunFinding, ...]
 
     def of(self, kind: str) -> list[RunFinding]:
-        """Return the findings of a kind."""
+        """Select findings by kind."""
         return [one for one in self.findings if one.kind == kind]
 
 
 def diagnose_run(folder: Path, audit: int | None = None) -> Diagnosis:
-    """Read a run, which may be finished, running or interrupted, and return what is found; no code of it is run.
+    """Diagnose a finished, running or interrupted run without executing any of its code.
 
-    ``audit``: the update that is computed again (``audit.audit_update``); None: none is.
+    ``audit``: the update to recompute (``audit.audit_update``), or None.
 
     Raises:
-        UsageError: it trains no language model, has made no step yet, or the update cannot be audited.
-        DataError: a file of it is damaged.
+        UsageError: not a language model run, no steps yet, or the update cannot be audited.
+        DataError: a file is damaged.
     """
     directory = RunDirectory(folder)
     if "dictionary" in directory.read_recipe():
-        raise UsageError(f"{folder}: this run trains a sparse autoencoder. Give a run of `posttrain train`")
+        raise UsageError(f"{folder}: this run trains a sparse autoencoder. Choose one from `posttrain train`")
     status = directory.read_status()
     primary = directory.primary_metric()
     summary = summarize_run(folder)
@@ -63,13 +63,13 @@ def diagnose_run(folder: Path, audit: int | None = None) -> Diagnosis:
         updates = read_updates(database)
     curves = curves_of(rows, updates.curves)
     if not curves.num_steps and not updates.curves.num_records:
-        raise UsageError(f"{folder}: no step is recorded, so nothing can be read. Wait for its first step, or train it")
+        raise UsageError(f"{folder}: no training step is recorded yet. Start training, or wait until a step completes")
     found = [*updates.faults.values(), *_ended(status, summary.state), *_not_finite(rows)]
     found += [*read_warnings(rows), *read_levels(curves, primary)]
     found += [*_state_of(summary.state, summary.step, summary.steps), *_unread(directory, has_database, updates)]
     found += [*_missing(curves), *explain_curves(curves)]
     if audit is not None:
-        from posttrain.runs.diagnosis.audit.audit import audit_update  # it loads models
+        from posttrain.runs.diagnosis.audit.audit import audit_update  # imported late, because it loads models
 
         found += audit_update(folder, audit)
     ordered = sorted(_once(found), key=lambda one: (KINDS.index(one.kind), one.step or 0))
@@ -77,7 +77,7 @@ def diagnose_run(folder: Path, audit: int | None = None) -> Diagnosis:
 
 
 def _once(findings: Sequence[RunFinding]) -> list[RunFinding]:
-    """Without a level about a number that a level before it is about."""
+    """Drop repeated levels about the same metric."""
     kept: dict[tuple[str, str, str], RunFinding] = {}
     for one in findings:
         key = (one.kind, one.check, "" if one.kind == "level" else one.expected)
@@ -86,15 +86,15 @@ def _once(findings: Sequence[RunFinding]) -> list[RunFinding]:
 
 
 def _ended(status: RunStatus | None, state: RunState) -> Iterator[RunFinding]:
-    """A run that failed says why."""
+    """Report the message of a failed run."""
     if status is not None and state == "failed":
-        found = status.message or "it failed, and recorded no reason"
-        decide = "log.txt has the events before it; `posttrain runs resume` goes on from the newest checkpoint"
-        yield RunFinding("fault", "run", status.step, "a run that ends", found, decide, ("see the message",))
+        found = status.message or "it failed without recording a reason"
+        decide = "see the preceding events in log.txt; `posttrain runs resume` continues from the newest checkpoint"
+        yield RunFinding("fault", "run", status.step, "a run that completes", found, decide, ("see the message",))
 
 
 def _not_finite(rows: Sequence[MetricsRow]) -> Iterator[RunFinding]:
-    """Metrics of updates that are NaN or infinite."""
+    """Report NaN or infinite training metrics."""
     first: dict[str, list[int]] = {}
     for row in rows:
         for name, value in row.metrics.items():
@@ -107,8 +107,8 @@ def _not_finite(rows: Sequence[MetricsRow]) -> Iterator[RunFinding]:
             steps[0],
             "a finite number",
             "NaN or infinity",
-            "train the steps before it again in fp32 with a lower train.lr",
-            ("a reward that is NaN", "fp16", "a learning rate that is too high"),
+            "repeat the preceding steps in fp32 with a lower train.lr",
+            ("a NaN reward", "fp16", "a learning rate that is too high"),
             len(steps),
         )
 
@@ -117,15 +117,15 @@ def _state_of(state: RunState, step: int, steps: int) -> Iterator[RunFinding]:
     so_far = f"{step:,} of {steps:,} steps"
     if state == "running":
         yield explanation(
-            "run", "a run that is finished", f"still running: {so_far}", "what is on disk so far was read"
+            "run", "a finished run", f"still running: {so_far}", "the diagnosis covers the steps recorded so far"
         )
     elif state in ("interrupted", "dead"):
-        why = "a run may be stopped; `posttrain runs resume` goes on from its newest checkpoint"
-        yield explanation("run", "a run that is finished", f"{state}: {so_far}", why)
+        why = "stopping is normal; `posttrain runs resume` continues from the newest checkpoint"
+        yield explanation("run", "a finished run", f"{state}: {so_far}", why)
 
 
 def _unread(directory: RunDirectory, has_database: bool, updates: UpdatesRead) -> Iterator[RunFinding]:
-    """Records that are not there, so that no balance was drawn."""
+    """Report missing records, without which no balance can be checked."""
     if updates.curves.num_records:
         return
     found = "no rollouts.db"
@@ -133,23 +133,23 @@ def _unread(directory: RunDirectory, has_database: bool, updates: UpdatesRead) -
         found = "none"
         made_by = directory.made_by()
         if made_by is not None and not updates.has_facts:
-            found = f"none; posttrain {made_by[:40]} began this run before updates were recorded"
-    why = "without records no balance can be drawn, only levels are read; train it again to have them"
-    yield explanation("records", "a record of each update in rollouts.db", found, why)
+            found = f"none; posttrain {made_by[:40]}, which started this run, did not record updates"
+    why = "balances need records, so only levels were checked; retrain to get them"
+    yield explanation("records", "update records in rollouts.db", found, why)
 
 
 def _missing(curves: MetricCurves) -> Iterator[RunFinding]:
-    """Metrics that levels are read from, and that the run has not."""
+    """Report absent metrics that levels depend on."""
     names: tuple[str, ...] = OF_ROWS
     if curves.has("reward") or curves.updates.first_losses:
         names = (*OF_ROLLOUTS, *OF_ROWS)
     missing = [name for name in names if not curves.has(name)]
     if not curves.num_steps:
-        missing = ["all of them"]
+        missing = ["all metrics"]
     if missing:
         yield explanation(
             "metrics",
-            "numbers of each step in metrics.jsonl",
+            "metrics for every step in metrics.jsonl",
             f"missing: {', '.join(missing)}",
-            "levels of missing numbers are not read",
+            "levels that need them were skipped",
         )

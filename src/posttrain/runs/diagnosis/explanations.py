@@ -1,4 +1,4 @@
-"""Explanations of what looks like a fault in a run and is none."""
+"""Explain numbers that look like faults but are harmless."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from posttrain.runs.diagnosis.findings import RunFinding, explanation
 from posttrain.runs.diagnosis.metric_curves import MetricCurves
 
-NEAR_NOTHING = 0.25  # of the mean size of the advantages
+NEAR_NOTHING = 0.25  # relative to the mean absolute advantage
 NO_DISTANCE, SOME_DISTANCE = 1e-9, 1e-6  # nats per token
 NEAR_LN2 = 1e-3
 
 
 def explain_curves(curves: MetricCurves) -> Iterator[RunFinding]:
-    """Yield what looks wrong in the numbers of a run and is not."""
+    """Yield explanations for harmless but suspicious numbers."""
     for explain in (_loss_at_first, _loss_rises, _reference, _clip, _no_gradient, _coin, _both_fall):
         yield from explain(curves)
 
 
 def _loss_at_first(curves: MetricCurves) -> Iterator[RunFinding]:
-    """The loss of a surrogate at the first update of a batch is near 0."""
+    """A surrogate loss is near 0 at the first update on a batch."""
     first = curves.updates.first_losses
     if not first or not curves.has("ratio"):
         return
@@ -37,10 +37,10 @@ def _loss_at_first(curves: MetricCurves) -> Iterator[RunFinding]:
         "explanation",
         "loss",
         one.step,
-        "a loss near 0 at the first update of a batch",
+        "a loss near 0 at the first update on a batch",
         found,
-        "the ratio is 1 there and the advantages of a group add up to 0, so the loss says nothing and its gradient "
-        "does; look at the reward",
+        "the ratio is 1 there and group advantages sum to 0, so the loss carries no information, only the gradient "
+        "does; watch the reward",
         num_updates=len(near),
     )
 
@@ -55,9 +55,9 @@ def _loss_rises(curves: MetricCurves) -> Iterator[RunFinding]:
     found = f"loss {loss.mean:.3g}, then {last_loss.mean:.3g}; reward {reward.mean:.3g}, then {last_reward.mean:.3g}"
     yield explanation(
         "loss",
-        "a loss that may rise while the reward rises",
+        "the loss may rise together with the reward",
         found,
-        "each batch has advantages and a KL of its own, so losses of two batches do not compare; the reward does",
+        "advantages and KL differ between batches, so losses are not comparable across batches; rewards are",
         last_loss.step,
     )
 
@@ -70,9 +70,9 @@ def _reference(curves: MetricCurves) -> Iterator[RunFinding]:
     if largest > SOME_DISTANCE:
         yield explanation(
             "kl_ref",
-            "0 at first, and more later",
+            "0 at the beginning, larger later",
             f"{abs(series[0][1]):.2g}, then up to {largest:.2g} nats per token",
-            "the reference is the model that the run began with, so both are equal until the weights move",
+            "the reference is the initial model, so the KL is 0 until the weights change",
             series[0][0],
         )
 
@@ -82,9 +82,9 @@ def _clip(curves: MetricCurves) -> Iterator[RunFinding]:
     if series and curves.updates.per_batch == 1 and max(value for _, value in series) == 0.0:
         yield explanation(
             "clip_fraction",
-            "0, with one update of a batch",
+            "0 with a single update per batch",
             f"0 in {len(series)} updates",
-            "the ratio is 1 at the first update of a batch, and there is no second one: the clip cannot act",
+            "the ratio is 1 at the only update on each batch, so clipping cannot occur",
             series[0][0],
         )
 
@@ -97,9 +97,9 @@ def _no_gradient(curves: MetricCurves) -> Iterator[RunFinding]:
             "explanation",
             "grad_norm",
             still[0],
-            "no gradient from a batch whose groups are all uniform",
+            "zero gradient if all groups in a batch have uniform rewards",
             "0",
-            "advantages are differences within a group; there are none",
+            "advantages are differences within a group, which are all 0 here",
             num_updates=len(still),
         )
 
@@ -114,7 +114,7 @@ def _coin(curves: MetricCurves) -> Iterator[RunFinding]:
             "loss",
             "ln 2 = 0.693 at the first step of DPO",
             f"{value:.4f}",
-            "policy and reference are one model, so every pair has even odds",
+            "policy and reference are still identical, so every pair has even odds",
             step,
         )
 
@@ -127,8 +127,8 @@ def _both_fall(curves: MetricCurves) -> Iterator[RunFinding]:
     assert late is not None
     yield explanation(
         "chosen_logprob",
-        "chosen answers that may become less likely while the margin rises",
-        f"{early.mean:.4g} at first, {late.mean:.4g} in the last {late.count} steps",
-        "the loss reads the difference of both answers alone; an NLL term holds the chosen one, if it must not fall",
+        "chosen answers may become less likely while the margin rises",
+        f"{early.mean:.4g} initially, {late.mean:.4g} in the last {late.count} steps",
+        "the loss depends only on the difference between both answers; add an NLL term to keep the chosen likelihood",
         late.step,
     )

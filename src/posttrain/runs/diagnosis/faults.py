@@ -1,6 +1,6 @@
-"""Faults of a run: the balances of its recorded updates, drawn again from its files.
+"""Faults of a run, found by rechecking the balances of its recorded updates.
 
-The files may be from an untrusted source, so records that do not fit together end in one message.
+The files may be untrusted, so inconsistent records raise a single error.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from posttrain.runs.diagnosis.metric_curves import FirstLoss, UpdateCurves
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.records.stored_records import read_facts, read_records
 
-MOST_ANSWERS = 1_000_000  # of a batch, of any run
-LONGEST_TEXT = 200  # characters of a name that a file has
-UNKNOWN = Explanation(("a balance of another version of posttrain",), "run doctor of the version that trained it")
-# Errors of computing with numbers that do not fit together.
+MOST_ANSWERS = 1_000_000  # per batch, beyond any real run
+LONGEST_TEXT = 200  # characters of a name read from a file
+UNKNOWN = Explanation(
+    ("a balance from a different posttrain version",), "run doctor with the version that trained this run"
+)
+# Errors raised by computing with inconsistent numbers.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
 class UpdatesRead:
-    """The faults in the records of updates by balance, and their numbers; ``has_facts``: a run keeps such records."""
+    """Faults by balance, and recorded curves. ``has_facts``: the run keeps update records."""
 
     has_facts: bool = False
     faults: dict[str, RunFinding] = field(default_factory=dict)
@@ -36,9 +38,10 @@ class UpdatesRead:
 
 
 def read_updates(path: Path) -> UpdatesRead:
-    """Draw the balances of every recorded update of a ``rollouts.db`` again.
+    """Recheck the balances for every update in a ``rollouts.db``.
 
-    A balance that reads single tokens cannot be drawn from a file. If the run itself found it violated, it is a fault.
+    Balances over individual tokens cannot be rechecked from a file. They count as faults if the run recorded a
+    violation.
 
     Raises:
         DataError: the file is damaged.
@@ -74,7 +77,7 @@ def read_updates(path: Path) -> UpdatesRead:
 
 
 def _check_facts(facts: UpdateFacts, path: Path) -> None:
-    """Refuse sizes that no run has, before anything of such a size is made."""
+    """Refuse implausible sizes before allocating anything that large."""
     sizes = [facts.updates, facts.num_minibatches]
     if facts.sampling is not None:
         sizes += [facts.sampling.num_prompts, facts.sampling.group_size]
@@ -84,14 +87,14 @@ def _check_facts(facts: UpdateFacts, path: Path) -> None:
     if facts.num_given is not None:
         sizes.append(min(facts.num_given, 1))
     if not all(1 <= size <= MOST_ANSWERS for size in sizes):
-        raise DataError(path, "damaged: what its balances read of the recipe has sizes that no batch has")
+        raise DataError(path, "damaged: recorded batch sizes are out of range")
 
 
 def _records(store: RolloutStore, path: Path) -> Iterator[StepRecord]:
     try:
         yield from read_records(store)
     except MISFITS as error:
-        raise _misfit(path, "the records of its updates", error) from None
+        raise _misfit(path, "the update records", error) from None
 
 
 def _checked(record: StepRecord, path: Path) -> list[RunFinding]:
@@ -105,26 +108,26 @@ def _checked(record: StepRecord, path: Path) -> list[RunFinding]:
 
 
 def _without_answers(record: StepRecord, facts: UpdateFacts) -> Iterator[RunFinding]:
-    """An update of sampled answers whose answers are not in the file."""
+    """Report updates on sampled completions whose completions are missing from the file."""
     is_sampled = facts.sampling is not None and "changed" not in record.measured
     if is_sampled and record.rows is not None and len(record.rows) and not record.answers:
         yield RunFinding(
             "fault",
             "answers",
             record.step,
-            "the answers that the update was computed from",
+            "the answers used for training",
             "none in rollouts.db",
-            "count the rows by step in rollouts.db",
-            ("rows were deleted", "the run was resumed next to another file"),
+            "count rows per step in rollouts.db",
+            ("rows were deleted", "the run was resumed with a different rollouts.db"),
         )
 
 
 def _misfit(path: Path, what: str, error: BaseException) -> DataError:
-    return DataError(path, f"damaged: {what} and its answers do not fit together ({type(error).__name__})")
+    return DataError(path, f"damaged: {what} and the answers are inconsistent ({type(error).__name__})")
 
 
 def _add(faults: dict[str, RunFinding], found: RunFinding) -> None:
-    """Keep the first finding of a balance, and count the others."""
+    """Keep the first finding per balance, and count repetitions."""
     first = faults.get(found.check)
     if first is None:
         faults[found.check] = found
@@ -138,8 +141,8 @@ def _found_by_run(check: str, steps: Sequence[int]) -> RunFinding:
         "fault",
         check,
         steps[0],
-        "a balance that holds",
-        "a violation that the run found in numbers of single tokens, which its records do not keep (log.txt has them)",
+        "a satisfied balance",
+        "a violation detected during training in token-level values, which are not stored (see log.txt)",
         explained.decided_by,
         explained.causes,
         len(steps),

@@ -1,4 +1,4 @@
-"""A finding about a run, and its kinds."""
+"""Findings about a run, by kind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class RunFinding:
     """A finding about a run.
 
     Args:
-        kind: ``fault``: the books do not balance, which proves that something is wrong. ``audit``: a number of an
-            audited update that agrees. ``level``: a number that is often seen with trouble, and proves nothing.
-            ``explanation``: looks wrong and is not, or says which part of the run could not be read.
-        check: the balance, the metric or the file that it is about.
-        step: the update at which it is seen first; None if it is about the whole run.
-        expected: the value that the records or experience give.
-        found: the value that the run has.
-        decided_by: the test that decides, or the reason.
-        causes: likely causes of a fault, the likeliest first.
-        num_updates: the number of updates that show it.
+        kind: ``fault``: a violated balance, which proves an error. ``audit``: a matching number in an audited update.
+            ``level``: a value that often accompanies problems but proves nothing. ``explanation``: looks wrong but is
+            harmless, or names a part of the run that could not be read.
+        check: the balance, metric or file concerned.
+        step: first affected update; None for the whole run.
+        expected: the value expected from records or experience.
+        found: the actual value.
+        decided_by: a test to settle it, or the reason.
+        causes: likely causes of a fault, most likely first.
+        num_updates: number of affected updates.
     """
 
     kind: FindingKind
@@ -36,10 +36,10 @@ class RunFinding:
 
 
 def level(check: str, expected: str, found: str, decided_by: str, step: int | None = None) -> RunFinding:
-    """Return a finding that is no proof."""
+    """Build a level finding, which proves nothing."""
     return RunFinding("level", check, step, expected, found, decided_by)
 
 
 def explanation(check: str, expected: str, found: str, decided_by: str, step: int | None = None) -> RunFinding:
-    """Return a finding about what is no fault."""
+    """Build a finding about harmless numbers."""
     return RunFinding("explanation", check, step, expected, found, decided_by)

@@ -1,4 +1,4 @@
-"""The metrics of a run by step: first and last values of each, and whether they are apart."""
+"""Metrics by step: early and late means, and significant changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APART = 2.0  # standard errors
 
 @dataclass(frozen=True, slots=True)
 class MeanOver:
-    """The mean of some values of a metric with its standard error; ``step``: of the first of them."""
+    """Mean and standard error over consecutive values. ``step``: step at the first value."""
 
     mean: float
     error: float
@@ -26,7 +26,7 @@ class MeanOver:
 
 @dataclass(frozen=True, slots=True)
 class FirstLoss:
-    """The loss of the first update of a batch, and the mean size of its rows' advantages."""
+    """Loss at the first update on a batch, with the mean absolute advantage."""
 
     step: int
     loss: float
@@ -35,9 +35,9 @@ class FirstLoss:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCurves:
-    """The records of a run's updates, in order; ``measured``: by name ``(step, value)``.
+    """Measurements from update records, in order. ``measured``: ``(step, value)`` pairs by name.
 
-    per_batch: updates of a batch; None where that is not recorded. first_losses: of batches with advantages.
+    per_batch: updates per batch; None if unknown. first_losses: for batches with advantages.
     """
 
     per_batch: int | None = None
@@ -49,7 +49,7 @@ class UpdateCurves:
 
 @dataclass(frozen=True, slots=True)
 class MetricCurves:
-    """The metrics of a run by name, as ``(step, value)`` with finite values; evaluations by task in ``points``."""
+    """Finite training metrics by name as ``(step, value)``, and evaluations by task in ``points``."""
 
     series: Mapping[str, Sequence[tuple[int, float]]]
     points: Mapping[str, Sequence[EvaluationPoint]]
@@ -57,29 +57,29 @@ class MetricCurves:
     num_steps: int = 0
 
     def has(self, *names: str) -> bool:
-        """Return whether all of these were measured at least once."""
+        """Check if every named metric was measured at least once."""
         return all(self.series.get(name) for name in names)
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric in the order of their steps."""
+        """List values of a metric in step order."""
         return [value for _, value in self.series.get(name, ())]
 
     def early(self, name: str) -> MeanOver | None:
-        """Return the mean of the first quarter of the values (3 to 20); None of less than 6 values."""
+        """Average the first quarter of the values (3 to 20); None below 6 values."""
         window = self._window(name)
         if window is None:
             return None
         return _mean_over(self.series[name][:window])
 
     def late(self, name: str) -> MeanOver | None:
-        """Return the mean of the last quarter of the values (3 to 20); None of less than 6 values."""
+        """Average the last quarter of the values (3 to 20); None below 6 values."""
         window = self._window(name)
         if window is None:
             return None
         return _mean_over(self.series[name][-window:])
 
     def change(self, name: str) -> tuple[MeanOver, MeanOver] | None:
-        """Return both ends of a metric if they are apart by more than two standard errors; else None."""
+        """Compare early and late means; None unless they differ by more than two standard errors."""
         early, late = self.early(name), self.late(name)
         if early is None or late is None:
             return None
@@ -88,12 +88,12 @@ class MetricCurves:
         return early, late
 
     def rises(self, name: str) -> bool:
-        """Return whether the last values are higher than the first, by more than their scatter."""
+        """Check if the late mean is significantly above the early mean."""
         ends = self.change(name)
         return ends is not None and ends[1].mean > ends[0].mean
 
     def falls(self, name: str) -> bool:
-        """Return whether the last values are lower than the first, by more than their scatter."""
+        """Check if the late mean is significantly below the early mean."""
         ends = self.change(name)
         return ends is not None and ends[1].mean < ends[0].mean
 
@@ -112,7 +112,7 @@ def _mean_over(values: Sequence[tuple[int, float]]) -> MeanOver:
 
 
 def curves_of(rows: Sequence[MetricsRow], updates: UpdateCurves | None = None) -> MetricCurves:
-    """Return the metrics of a run by name, from the lines of ``metrics.jsonl``."""
+    """Group the lines of ``metrics.jsonl`` by metric name."""
     series: dict[str, list[tuple[int, float]]] = {}
     num_steps = 0
     for row in rows:

@@ -1,1 +1,1 @@
-"""Exact futures of a run with one thing changed."""
+"""Replay a run from a checkpoint exactly, with one change."""

@@ -1,6 +1,6 @@
-"""Changes of a run's future, as they are typed: ``train.lr=1e-5,1e-4``, ``drop prompt:3``, ``reward 3.2=0``.
+"""Parse changes from the command line: ``train.lr=1e-5,1e-4``, ``drop prompt:3``, ``reward 3.2=0``.
 
-``KEY=VALUE & KEY=VALUE`` in one word changes both in the same future.
+``KEY=VALUE & KEY=VALUE`` in one argument applies both in the same future.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.recipes.overriding import split_values
 
 DROP = "drop"
 REWARD = "reward"
-MAX_NUMBER = 1_000_000  # of a prompt or an answer
+MAX_NUMBER = 1_000_000  # largest prompt or answer index
 TOGETHER = " & "
 FORMS = "Give KEY=VALUE (train.lr=1e-5), drop prompt:3, or reward 3.2=0"
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -37,12 +37,12 @@ class Change:
 
 
 def parse_changes(words: Sequence[str]) -> list[Change]:
-    """Read changes; each value of a list between commas is a change of its own.
+    """Parse changes. Comma-separated values become separate changes.
 
-    ``drop`` and ``reward`` may be words apart from what follows them, as a shell splits them.
+    ``drop`` and ``reward`` may be separated from their argument, since the shell splits at spaces.
 
     Raises:
-        UsageError: a word is no change, or a change is there twice.
+        UsageError: invalid or duplicate change.
     """
     changes: list[Change] = []
     for text in _join_words(words):
@@ -61,13 +61,13 @@ def parse_changes(words: Sequence[str]) -> list[Change]:
 
 
 def _join_words(words: Sequence[str]) -> Iterator[str]:
-    """Yield each change as one text, ``drop`` and ``reward`` with the word that follows."""
+    """Yield each change as one text, joining ``drop`` and ``reward`` with the following word."""
     rest = [word.strip() for word in words]
     while rest:
         word = rest.pop(0)
         if word in (DROP, REWARD):
             if not rest:
-                raise UsageError(f"{word}: nothing follows it. {FORMS}")
+                raise UsageError(f"{word}: missing argument. {FORMS}")
             yield f"{word} {rest.pop(0)}"
         else:
             yield word
@@ -75,7 +75,7 @@ def _join_words(words: Sequence[str]) -> Iterator[str]:
 
 def _read_drops(text: str, rest: str) -> Iterator[Change]:
     kind, _, listed = rest.partition(":")
-    problem = f"{shorten(text)}: the prompts are given by their numbers in the step, from 0. "
+    problem = f"{shorten(text)}: prompts are numbered within the step, from 0. "
     if kind != "prompt" or not listed:
         raise UsageError(f"{problem}Give drop prompt:3, or drop prompt:0,1,2, drop prompt:0-7, drop prompt:3+5")
     for part in listed.split(","):
@@ -84,24 +84,24 @@ def _read_drops(text: str, rest: str) -> Iterator[Change]:
         if bounds:
             first, last = (_read_number(problem, bound) for bound in bounds.groups())
             if last < first:
-                raise UsageError(f"{problem}{together} ends before it begins. Give {last}-{first}")
+                raise UsageError(f"{problem}{together} is an empty range. Give {last}-{first}")
             if last - first >= 1000:
-                raise UsageError(f"{problem}{together} is more than a thousand futures. Give fewer")
+                raise UsageError(f"{problem}{together} exceeds 1000 futures. Give fewer")
             for number in range(first, last + 1):
                 yield Change(f"drop prompt:{number}", dropped=(number,))
             continue
         numbers = tuple(_read_number(problem, number) for number in together.split("+"))
         if len(set(numbers)) < len(numbers):
-            raise UsageError(f"{problem}{together} names one twice. Give it once")
+            raise UsageError(f"{problem}{together} contains a duplicate. Give each prompt once")
         yield Change(f"drop prompt:{'+'.join(map(str, numbers))}", dropped=numbers)
 
 
 def _read_rewards(text: str, rest: str) -> Iterator[Change]:
     place, _, listed = rest.partition("=")
     prompt, _, answer = place.strip().partition(".")
-    problem = f"{shorten(text)}: prompt and answer are given by their numbers in the step, from 0. "
+    problem = f"{shorten(text)}: prompts and answers are numbered from 0. "
     if not answer or not listed.strip():
-        raise UsageError(f"{problem}Give reward 3.2=0, for answer 2 to prompt 3")
+        raise UsageError(f"{problem}For prompt 3, answer 2, give reward 3.2=0")
     numbers = (_read_number(problem, prompt), _read_number(problem, answer))
     for value in split_values(listed):
         try:
@@ -109,19 +109,19 @@ def _read_rewards(text: str, rest: str) -> Iterator[Change]:
         except ValueError:
             reward = math.nan
         if not math.isfinite(reward):
-            raise UsageError(f"{shorten(text)}: {shorten(value)} is no finite number. Give one, as in reward 3.2=0")
+            raise UsageError(f"{shorten(text)}: {shorten(value)} is not a finite number. Example: reward 3.2=0")
         yield Change(f"reward {numbers[0]}.{numbers[1]}={reward:g}", reward=(*numbers, reward))
 
 
 def _read_number(problem: str, text: str) -> int:
     plain = text.strip()
     if not (plain.isascii() and plain.isdigit() and len(plain) < 8) or int(plain) > MAX_NUMBER:
-        raise UsageError(f"{problem}{shorten(text)} is none. Give a whole number, as in prompt:3")
+        raise UsageError(f"{problem}{shorten(text)} is not a whole number. Example: prompt:3")
     return int(plain)
 
 
 def _read_keys(text: str) -> Iterator[Change]:
-    """Yield a change for each value of a key, or one for all ``KEY=VALUE & KEY=VALUE`` together."""
+    """Yield one change per value, or a single change for ``KEY=VALUE & KEY=VALUE``."""
     parts = [_split_key(text, part) for part in text.split(TOGETHER)]
     if len(parts) > 1:
         yield Change(TOGETHER.join(f"{key}={value}" for key, value in parts), overrides=tuple(parts))
@@ -129,7 +129,7 @@ def _read_keys(text: str) -> Iterator[Change]:
     key, listed = parts[0]
     values = split_values(listed)
     if not values or not all(values):
-        raise UsageError(f"{shorten(text)}: a value between the commas is empty. Give {key}=VALUE or {key}=A,B")
+        raise UsageError(f"{shorten(text)}: empty value between commas. Give {key}=VALUE or {key}=A,B")
     for value in values:
         yield Change(f"{key}={value}", overrides=((key, value),))
 
@@ -143,5 +143,5 @@ def _split_key(text: str, part: str) -> tuple[str, str]:
         hint = ""
         if near and near != key:
             hint = f" Did you mean {near}?"
-        raise UsageError(f"{shorten(text)} is no change.{hint} {FORMS}")
+        raise UsageError(f"{shorten(text)} is not a valid change.{hint} {FORMS}")
     return key, value

@@ -1,7 +1,7 @@
-"""The plan of what-if: the run, the step, the checkpoint before it, and the futures with their recipes.
+"""Plan a what-if: the run, the step, the preceding checkpoint, and the futures with their recipes.
 
-A plan is checked before anything is computed. It lies in ``what-if.json`` of the folder of the results; each future is
-a run directory below ``futures``.
+Plans are checked before anything is computed, and stored as ``what-if.json`` in the results folder. Each future is a
+run directory under ``futures``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ PLAN = "what-if.json"
 FUTURES = "futures"
 START = "start"
 UNCHANGED = "unchanged"
-NUM_STEPS = 20  # that are played unless the run ends before
+NUM_STEPS = 20  # default length, unless the run ends earlier
 MAX_FUTURES = 1000
-# Keys of a recipe that decide what a checkpoint holds, so that it cannot go on with another value.
+# Keys that determine checkpoint contents and therefore cannot change.
 FIXED = ("model", "head", "optimizer.name")
-# Keys that say what a run writes: a future of another value would be the same.
+# Keys that only affect which files a run writes, so changing them has no effect.
 WITHOUT_EFFECT = ("train.save_every", "train.keep_checkpoints", "eval.best")
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """One future: the folder's ``name``, the change, and the seed that it goes on with.
+    """One future: folder ``name``, change, and seed offset.
 
-    ``seed``: 0 is that of the run. ``dropped`` and ``reward``: see ``Change``.
+    ``seed``: 0 keeps the run's seed. ``dropped`` and ``reward``: see ``Change``.
     """
 
     name: str
@@ -53,17 +53,16 @@ class Future:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if it is the run's own future, or that of another seed."""
+        """True for the unchanged recipe, with any seed."""
         return self.label == UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfPlan:
-    """The futures of ``run``, a folder, after step ``at``.
+    """The futures of ``run`` (a folder) after step ``at``.
 
-    ``checkpoint``: the step of the checkpoint that they come from. ``end``: the last step that is played. ``updates``:
-    the number of steps that a rollout batch of the run serves. ``num_threads``: with which the run was computed.
-    ``primary``: its primary metric.
+    ``checkpoint``: step of the checkpoint they start from. ``end``: last step to play. ``updates``: training steps per
+    rollout batch. ``num_threads``: thread count used by the run. ``primary``: the run's primary metric.
     """
 
     run: str
@@ -78,13 +77,13 @@ class WhatIfPlan:
 
     @property
     def steps(self) -> int:
-        """The number of steps of each future."""
+        """Steps per future."""
         return self.end - self.at
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked plan, the recipe of the run, and that of each future by its name."""
+    """A checked plan, the run's recipe, and the futures' recipes by name."""
 
     plan: WhatIfPlan
     recipe: Recipe
@@ -92,61 +91,61 @@ class Planned:
 
 
 def write_plan(folder: Path, plan: WhatIfPlan) -> None:
-    """Put the plan into the folder of the results."""
+    """Write the plan to the results folder."""
     write_json(folder / PLAN, asdict(plan))
 
 
 def is_result(folder: str | Path) -> bool:
-    """Return whether a folder holds results of what-if."""
+    """Check if a folder contains what-if results."""
     return kind_of_file(Path(folder) / PLAN) == "file"
 
 
 def read_plan(folder: Path) -> WhatIfPlan:
-    """Read the plan of a folder of results.
+    """Read the plan from a results folder.
 
     Raises:
-        UsageError: there is none. DataError: it is damaged.
+        UsageError: missing. DataError: damaged.
     """
     try:
         plan = read_declared(folder / PLAN, WhatIfPlan)
     except FileNotFoundError:
         raise UsageError(
-            f"{folder}: there is no {PLAN}, so these are no results of what-if. Give their folder"
+            f"{folder}: no {PLAN}, so this is not a results folder. Give the output folder of what-if"
         ) from None
     if not plan.futures or not plan.futures[0].is_unchanged:
-        raise DataError(folder / PLAN, "damaged: the unchanged future is not the first; delete the folder")
+        raise DataError(folder / PLAN, "damaged: the unchanged future must come first; delete the folder")
     for future in plan.futures:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", future.name):
-            raise DataError(folder / PLAN, f"damaged: {future.name[:40]!r} is no name of a future")
+            raise DataError(folder / PLAN, f"damaged: {future.name[:40]!r} is an invalid future name")
     return plan
 
 
 def future_folder(folder: Path, future: Future) -> Path:
-    """Return the run directory of a future."""
+    """Build the path to a future's run directory."""
     return folder / FUTURES / future.name
 
 
 def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, num_seeds: int) -> Planned:
-    """Check what is asked for, and return what is to be played.
+    """Validate the request and plan the futures.
 
     Args:
-        run: the folder of the run, which is only read.
-        at: the step whose weights the futures begin with; what is changed acts from the step after on.
-        words: changes, as ``parse_changes`` takes them.
-        steps: of each future; by default 20, or as many as the run has left.
-        num_seeds: futures of each change; the first has the seed of the run.
+        run: folder of the run, read only.
+        at: step whose weights the futures start from. Changes take effect from the next step.
+        words: changes, see ``parse_changes``.
+        steps: steps per future; default: 20, or the remaining steps if fewer.
+        num_seeds: futures per change; the first uses the run's seed.
 
     Raises:
-        UsageError: with what is wrong, and what would work.
+        UsageError: explains the problem, and suggests a fix.
     """
     directory = RunDirectory(run)
     if "dictionary" in directory.read_recipe():
-        raise UsageError(f"{run}: this run trains a sparse autoencoder. Give a run of a language model")
+        raise UsageError(f"{run}: this run trains a sparse autoencoder. Give a language model run")
     recipe = read_own_recipe(directory)
     if recipe.scale.processes > 1 or recipe.scale.launcher == "ray":
         raise UsageError(
-            f"scale: {run} trains in several processes, whose sums a single one does not repeat. "
-            "Give a run of one process"
+            f"scale: {run} trains in several processes, and a single process cannot reproduce their sums exactly. "
+            "Give a single-process run"
         )
     changes = parse_changes(words)
     checkpoint, state = find_checkpoint(run, at)
@@ -176,17 +175,17 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
             plan.futures.append(Future(name, change.label, seed, list(change.dropped), change.reward))
             recipes[name] = changed.with_seed(changed.train.seed + seed)
     if len(plan.futures) > MAX_FUTURES:
-        raise UsageError(f"these are {len(plan.futures):,} futures, and at most {MAX_FUTURES:,} are played. Give fewer")
+        raise UsageError(f"too many futures: {len(plan.futures):,}, limit {MAX_FUTURES:,}. Give fewer")
     if num_seeds > 1:
         _check_seeds(plan, changes, recipe.model)
     return Planned(plan, recipe, recipes)
 
 
 def read_own_recipe(directory: RunDirectory) -> Recipe:
-    """Return the recipe by which a run was trained; code that it names must be allowed.
+    """Load the recipe that trained a run. Code named in it must be allowed.
 
     Raises:
-        UsageError: it cannot be used by this version, or here.
+        UsageError: this version or machine cannot use it.
     """
     stored = directory.read_recipe()
     recipe = validate_recipe(stored, str(directory.recipe_path), is_own=False).resolve()
@@ -196,10 +195,10 @@ def read_own_recipe(directory: RunDirectory) -> Recipe:
 
 
 def find_checkpoint(run: Path, at: int) -> tuple[int, dict[str, Any]]:
-    """Return the step and ``state.json`` of the newest checkpoint of step ``at`` or before that verifies.
+    """Find the newest verified checkpoint at or before step ``at``; returns its step and ``state.json``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no such checkpoint.
     """
     folder = run / "checkpoints"
     steps = checkpoint_steps(folder)
@@ -217,22 +216,22 @@ def find_checkpoint(run: Path, at: int) -> tuple[int, dict[str, Any]]:
     later = [step for step in steps if step > at]
     if problems:
         raise UsageError(
-            f"--at {at}: no checkpoint of {run} before it is whole ({'; '.join(problems)}). Give a later step"
+            f"--at {at}: all earlier checkpoints in {run} are damaged ({'; '.join(problems)}). Give a later step"
         )
     if not later:
-        raise UsageError(f"--at {at}: {run} has no checkpoint. Train it with --train.save_every, then give a step")
+        raise UsageError(f"--at {at}: {run} has no checkpoints. Retrain with --train.save_every, then give a step")
     raise UsageError(
-        f"--at {at}: {run} has no checkpoint of step {at} or before; the first is of step {later[0]}. Give --at "
-        f"{later[0]} or more. A run keeps its last checkpoints (train.keep_checkpoints) and the best"
+        f"--at {at}: {run} has no checkpoint up to step {at}; the first is at step {later[0]}. Give --at {later[0]} or "
+        "more. Runs keep the last checkpoints (train.keep_checkpoints) and the best"
     )
 
 
 def _check_state(directory: RunDirectory, recipe: Recipe, at: int, checkpoint: int, state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that was made by another recipe or by several processes."""
+    """Refuse checkpoints saved by a different recipe or by several processes."""
     if state.get("processes", 1) != 1:
         raise UsageError(
-            f"--at {at}: the checkpoint of step {checkpoint} was saved by {state['processes']} processes, whose sums a "
-            "single one does not repeat. Give a run of one process"
+            f"--at {at}: the checkpoint at step {checkpoint} was saved by {state['processes']} processes, and a single "
+            "process cannot reproduce their sums exactly. Give a single-process run"
         )
     settings = state.get("settings")
     if not isinstance(settings, Mapping):
@@ -241,30 +240,30 @@ def _check_state(directory: RunDirectory, recipe: Recipe, at: int, checkpoint: i
     if hard_changes(changed) or (changed and recipe.train.schedule != "constant"):
         lines = "; ".join(changed_lines(changed))
         raise UsageError(
-            f"--at {at}: {directory.folder} went on with another recipe than at step {checkpoint} ({lines}). Give a "
-            "step after the change"
+            f"--at {at}: the recipe of {directory.folder} changed after step {checkpoint} ({lines}). Give a step after "
+            "the change"
         )
 
 
 def _length_of(train: TrainSection, state: Mapping[str, Any]) -> int:
-    """Return the number of steps of the run."""
+    """Determine the run's total number of steps."""
     length = train.steps
     if length is None:
         length = state.get("steps")
     if not isinstance(length, int):
-        raise UsageError("train.num_epochs: the checkpoint does not say how many steps they are. Resume the run once")
+        raise UsageError("train.num_epochs: the checkpoint lacks the number of steps. Resume the run once to record it")
     return length
 
 
 def _last_step(at: int, steps: int | None, length: int) -> int:
-    """Return the last step that is played.
+    """Determine the last step to play.
 
     Raises:
-        UsageError: it is behind the end of the run, whose schedule knows no such step.
+        UsageError: beyond the end of the run, for which the schedule is undefined.
     """
     left = length - at
     if left < 1:
-        raise UsageError(f"--at {at}: the run ends at step {length}, so nothing follows. Give a step below {length}")
+        raise UsageError(f"--at {at}: the run ends at step {length}, so no steps remain. Give a step below {length}")
     if steps is not None and steps > left:
         raise UsageError(
             f"--steps {steps}: the run ends at step {length}, {left} after step {at}. Give {left} or fewer"
@@ -273,12 +272,12 @@ def _last_step(at: int, steps: int | None, length: int) -> int:
 
 
 def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan: WhatIfPlan) -> Recipe:
-    """Return the recipe with the change.
+    """Apply the change to the recipe.
 
     Raises:
-        UsageError: the key is none, may not change, or has this value already.
+        UsageError: unknown or fixed key, or the value is unchanged.
     """
-    from posttrain.training.checks import resolve_components  # it takes the components, which a plain reading does not
+    from posttrain.training.checks import resolve_components  # deferred import: it loads all components
 
     changed = load_recipe(str(directory.recipe_path), change.overrides).resolve()
     began = directory.as_it_began(changed)
@@ -291,9 +290,11 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
         typed = [key for key, _ in change.overrides]
         if all(is_place(key) for key in typed):
             raise RecipeError(
-                f"{change.label}: this says where or how a run works, and changes no number of it. Leave it out"
+                f"{change.label}: this key only affects where or how a run executes, never its results. Omit it"
             )
-        raise RecipeError(f"{change.label}: the run has this value already, so nothing would change. Give another")
+        raise RecipeError(
+            f"{change.label}: this is already the run's value, so nothing would change. Give a different value"
+        )
     for key in keys:
         _check_key(key, change.label)
     _check_parts(recipe, began, change.label, plan)
@@ -303,23 +304,23 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
 def _check_key(key: str, label: str) -> None:
     if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
         raise RecipeError(
-            f"{label}: {key} may not change: it decides what the checkpoint holds, and the weights go on from there. "
-            "Train another run with it"
+            f"{label}: {key} cannot change, because it determines the checkpoint's contents. Train a new run with "
+            "this value"
         )
     if key in WITHOUT_EFFECT:
-        raise RecipeError(f"{label}: {key} says what a run saves, and changes no number of a future. Leave it out")
+        raise RecipeError(f"{label}: {key} only controls which files are saved, never a future's results. Omit it")
 
 
 def _check_parts(recipe: Recipe, changed: Recipe, label: str, plan: WhatIfPlan) -> None:
-    """Refuse a recipe for which the checkpoint lacks something."""
+    """Refuse a recipe for which the checkpoint lacks state."""
     heads = [(traits_of("objective", one.objective.name) or {}).get("head") for one in (recipe, changed)]
     if heads[0] != heads[1]:
         raise RecipeError(
-            f"{label}: the objective has another head than the run, which the checkpoint has not. Give another"
+            f"{label}: the checkpoint lacks the head required by this objective. Give a different objective"
         )
     if changed.model.init is not None and changed.train.seed != recipe.train.seed:
         raise RecipeError(
-            f"{label}: model.init draws the first weights by the seed, so they would be others. Leave it out"
+            f"{label}: with model.init, the seed determines the initial weights, so they would differ. Omit it"
         )
     length = changed.train.steps
     if length is not None and length < plan.end:
@@ -327,8 +328,8 @@ def _check_parts(recipe: Recipe, changed: Recipe, label: str, plan: WhatIfPlan) 
     updates = changed.train.updates_per_batch
     if updates != plan.updates and (plan.at % updates or plan.at % plan.updates):
         raise RecipeError(
-            f"{label}: a rollout batch then serves {updates} steps instead of {plan.updates}, and one is in use after "
-            f"step {plan.at}. Give an --at that both divide, such as {_next_multiple(plan.at, updates * plan.updates)}"
+            f"{label}: this changes the steps per rollout batch from {plan.updates} to {updates}, in the middle of a "
+            f"batch. Give an --at divisible by both, such as {_next_multiple(plan.at, updates * plan.updates)}"
         )
 
 
@@ -337,10 +338,10 @@ def _next_multiple(at: int, divisor: int) -> int:
 
 
 def _check_batch(change: Change, plan: WhatIfPlan, rollout: RolloutSection | None, data: DataSection | None) -> None:
-    """Refuse a change of a batch that the step after ``at`` does not draw, as far as the recipe's sections say.
+    """Refuse prompt or answer indices outside the batch drawn at the step after ``at``.
 
     Raises:
-        UsageError: with the first number that is too large.
+        UsageError: names the range that exists.
     """
     if not change.dropped and change.reward is None:
         return
@@ -348,12 +349,12 @@ def _check_batch(change: Change, plan: WhatIfPlan, rollout: RolloutSection | Non
     if plan.at % plan.updates:
         begun = plan.at - plan.at % plan.updates
         raise UsageError(
-            f"{change.label}: step {first} goes on with the rollout batch of step {begun + 1}. Give --at {begun}, or "
+            f"{change.label}: step {first} reuses the rollout batch from step {begun + 1}. Give --at {begun}, or "
             f"--at {begun + plan.updates}"
         )
     if rollout is None:
         if change.reward is not None:
-            raise UsageError(f"{change.label}: {plan.run} trains on data, which have no rewards. Drop a prompt instead")
+            raise UsageError(f"{change.label}: {plan.run} trains on a data set without rewards. Drop a prompt instead")
         assert data is not None
         num_prompts = data.batch_size
     else:
@@ -365,50 +366,50 @@ def _check_batch(change: Change, plan: WhatIfPlan, rollout: RolloutSection | Non
         prompts.append(change.reward[0])
     if max(prompts) >= num_prompts:
         raise UsageError(
-            f"{change.label}: step {first} has {num_prompts} prompts. Give one from 0 to {num_prompts - 1}"
+            f"{change.label}: step {first} has {num_prompts} prompts. Give an index from 0 to {num_prompts - 1}"
         )
     if len(change.dropped) == num_prompts:
-        raise UsageError(f"{change.label}: step {first} has no other prompt, so nothing would be trained. Keep one")
+        raise UsageError(f"{change.label}: this drops every prompt in step {first}. Keep at least one")
     if change.reward is not None and rollout is not None and change.reward[1] >= rollout.group_size:
         size = rollout.group_size
-        raise UsageError(f"{change.label}: each prompt of the run has {size} answers. Give one from 0 to {size - 1}")
+        raise UsageError(f"{change.label}: each prompt has {size} answers. Give an index from 0 to {size - 1}")
 
 
 def _check_reward(change: Change, advantage: Component | None) -> None:
-    """Refuse another reward where the advantage reads no sum of rewards."""
+    """Refuse reward changes if the advantage does not use summed rewards."""
     if change.reward is None or advantage is None:
         return
     traits = traits_of("advantage", advantage.name)
     if traits is not None and traits.get("level") == "parts":
         raise UsageError(
-            f"{change.label}: advantage {advantage.name!r} reads each reward by itself, and no sum. Drop a prompt "
-            "instead"
+            f"{change.label}: advantage {advantage.name!r} uses individual reward components instead of their sum. "
+            "Drop a prompt instead"
         )
 
 
 def _check_seeds(plan: WhatIfPlan, changes: Sequence[Change], model: ModelSection) -> None:
-    """Refuse further seeds where they would change nothing, or too much.
+    """Refuse additional seeds if they would change nothing or too much.
 
     Raises:
-        UsageError: with the reason.
+        UsageError: explains why.
     """
     if plan.steps <= plan.updates:
         raise UsageError(
-            f"--seeds {plan.num_seeds}: the first rollout batch is the same for every seed, and it serves all of the "
-            f"{plan.steps} steps. Give more --steps, or one seed"
+            f"--seeds {plan.num_seeds}: all seeds share the first rollout batch, which covers all {plan.steps} steps. "
+            "Give more --steps, or a single seed"
         )
     if model.init is not None:
         raise UsageError(
-            f"--seeds {plan.num_seeds}: model.init draws the first weights by the seed, so they would be others. "
-            "Give one seed"
+            f"--seeds {plan.num_seeds}: with model.init, initial weights depend on the seed, so they would differ. "
+            "Use a single seed"
         )
     for change in changes:
         if any(key == "train.seed" for key, _ in change.overrides):
-            raise UsageError(f"{change.label}: --seeds gives seeds of its own. Give one of the two")
+            raise UsageError(f"{change.label}: conflicts with --seeds. Give only one")
 
 
 def _name_of(label: str, seed: int, taken: Mapping[str, object]) -> str:
-    """Return a name for the folder of a future."""
+    """Generate a unique folder name for a future."""
     end = ""
     if seed:
         end = f"-seed{seed}"
@@ -422,7 +423,7 @@ def _name_of(label: str, seed: int, taken: Mapping[str, object]) -> str:
 
 
 def explain_change(future: Future) -> str:
-    """Return the label of a future for a table, with its seed."""
+    """Format a future's label and seed for tables."""
     if not future.seed:
         return future.label
     return f"{future.label}, seed +{future.seed}"

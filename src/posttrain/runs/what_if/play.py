@@ -1,8 +1,9 @@
-"""Playing futures: each goes on from the same state, with a recipe of its own, as a resumed run does.
+"""Play futures: each continues from the same state with a modified recipe, like a resumed run.
 
-The state of step ``at`` is made once: from the checkpoint before it, replayed by the run's own recipe, and saved as a
-checkpoint below ``start``. Nothing is forked: every future is prepared anew in this process, where all is imported, so
-that none sees what another has left. Several processes take futures in turn: who makes a future's folder plays it.
+The state at step ``at`` is computed once: load the preceding checkpoint, replay with the run's recipe, and save a
+checkpoint under ``start``. Nothing is forked. Every future is set up from scratch in this process, after all imports,
+so no future can affect another. Several processes share the work: whoever creates a future's checkpoint folder plays
+it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from posttrain.training.loop import Loop, open_loop
 from posttrain.training.sources.interventions import Intervention
 
 RECIPE_NAME = "what-if"
-NONFINITE = "nonfinite-"  # begins the name of a batch that a failed step has left
+NONFINITE = "nonfinite-"  # file name prefix for batches saved by a failed step
 MAX_CACHE_BYTES = 1 << 36
 ShouldStop = Callable[[], bool]
 
 
 def make_start(folder: Path, plan: WhatIfPlan, recipe: Recipe) -> Path:
-    """Make the state after step ``at`` as a checkpoint below ``folder/start``; return its run directory.
+    """Save the state after step ``at`` as a checkpoint under ``folder/start``; returns that run directory.
 
     Raises:
-        PosttrainError: the checkpoint cannot be read, or the replay failed.
+        PosttrainError: unreadable checkpoint, or the replay failed.
     """
     start = folder / START
     files = RunFiles.within(start)
@@ -48,7 +49,7 @@ def make_start(folder: Path, plan: WhatIfPlan, recipe: Recipe) -> Path:
         try:
             names = verify(source, plan.checkpoint)
         except Unverified as reason:
-            raise CheckpointError(f"{source}: {reason}. The run may have deleted it meanwhile; try again") from None
+            raise CheckpointError(f"{source}: {reason}. It may have been deleted by an active run; try again") from None
         for name in [*names, "manifest.json"]:
             target = copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,14 +65,14 @@ def make_start(folder: Path, plan: WhatIfPlan, recipe: Recipe) -> Path:
 
 
 def load_from(run: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step; raises CheckpointError if it is none."""
+    """Load the checkpoint for a step. Raises CheckpointError if missing or damaged."""
     checkpoint = load_checkpoint(run / "checkpoints", step)
     assert checkpoint is not None, "a step was named"
     return checkpoint
 
 
 def copy_caches(run: Path, target: Path) -> None:
-    """Copy what a run has computed once for its data set, and the opinions of a judge, so that they stay the same."""
+    """Copy cached data set results and judge verdicts, so that futures reuse identical values."""
     with storage_errors("the caches of the run", target):
         for path in sorted([*run.glob("*.safetensors"), run / "judge.jsonl"]):
             if path.name.startswith(NONFINITE) or not path.is_file():
@@ -81,7 +82,7 @@ def copy_caches(run: Path, target: Path) -> None:
 
 
 def play_all(folder: Path, should_stop: ShouldStop, tell: Callable[[Future, RunStatus], object]) -> None:
-    """Play every future of a plan that no other process has begun; ``tell`` is given each that ended."""
+    """Play every future not yet claimed by another process; call ``tell`` for each completed one."""
     plan = read_plan(folder)
     for future in plan.futures:
         if should_stop():
@@ -95,9 +96,9 @@ def play_all(folder: Path, should_stop: ShouldStop, tell: Callable[[Future, RunS
 
 
 def play_future(folder: Path, plan: WhatIfPlan, future: Future, should_stop: ShouldStop) -> RunStatus:
-    """Play one future, whose recipe lies in its folder; return how it ended.
+    """Play one future using the recipe in its folder; returns the final status.
 
-    A failure is that of this future: it is in its status and log, and the others go on.
+    A failure affects only this future: it is recorded in status and log, and the remaining futures continue.
     """
     run = future_folder(folder, future)
     directory = RunDirectory(run)
@@ -121,7 +122,7 @@ def play_future(folder: Path, plan: WhatIfPlan, future: Future, should_stop: Sho
 
 
 def _state_at_end(step: int, plan: WhatIfPlan, length: int) -> State:
-    """Return the state of a future that ended: ``stopped`` where its recipe goes on, so that it can be resumed."""
+    """Choose a future's final state: ``stopped`` if its recipe has more steps and can be resumed."""
     if step < plan.end:
         return "interrupted"
     if step < length:
@@ -130,7 +131,7 @@ def _state_at_end(step: int, plan: WhatIfPlan, length: int) -> State:
 
 
 def _taught_anew(checkpoint: Checkpoint, teacher: TeacherSection | None, start: Path) -> Checkpoint:
-    """Return the checkpoint without the teacher that it names where another one teaches."""
+    """Clear the recorded teacher if the future uses a different one."""
     before = RunDirectory(start).read_recipe().get("teacher")
     name = None
     if isinstance(before, Mapping):
@@ -143,7 +144,7 @@ def _taught_anew(checkpoint: Checkpoint, teacher: TeacherSection | None, start: 
 def _play_seeds(
     run: Path, recipe: Recipe, checkpoint: Checkpoint, plan: WhatIfPlan, future: Future, should_stop: ShouldStop
 ) -> int:
-    """Play a future to its end, the first rollout batch by the seed of the run; return the last step."""
+    """Play a future to its end, with the run's seed for the first rollout batch; returns the last step."""
     intervention = None
     if future.dropped or future.reward is not None:
         rewards = {}
@@ -173,12 +174,12 @@ def play(
     intervention: Intervention | None = None,
     should_stop: ShouldStop = lambda: False,
 ) -> int:
-    """Go on from a checkpoint to step ``end`` in a run directory, and save a checkpoint there; return the last step.
+    """Continue from a checkpoint to step ``end`` in a run directory, and save a checkpoint; returns the last step.
 
-    The number of steps of the recipe decides schedules and evaluations, whatever ``end`` is.
+    Schedules and evaluations follow the recipe's number of steps, regardless of ``end``.
 
     Raises:
-        PosttrainError: as of a run.
+        PosttrainError: training failed.
     """
     directory = RunDirectory(run)
 
@@ -189,7 +190,7 @@ def play(
     with open_loop(recipe, RunFiles.within(run), observe) as (loop, _):
         loop.restore(checkpoint)
         if loop.steps < end:
-            raise CheckpointError(f"the recipe has {loop.steps} steps, and {end} are to be played")
+            raise CheckpointError(f"the recipe has {loop.steps} steps, but {end} were requested")
         loop.parts.source.intervention = intervention
         _go_on(loop, end, should_stop)
         if loop.step > checkpoint.step:

@@ -1,5 +1,4 @@
-"""The results of what-if, read from the folder of its futures: differences from the unchanged one, and its equality
-to the run."""
+"""Results of what-if: differences from the unchanged future, and a bit-exact comparison with the run."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from posttrain.store.metric_names import Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points, is_evaluation
 from posttrain.untrusted import bullets, plain
 
-# What a step is judged by: the reward where a run samples, else the loss.
+# Metric for comparing steps: reward if the run samples, else loss.
 TRAINING = ("reward", "loss")
 
 
@@ -49,18 +48,18 @@ class FutureResult:
 
     @property
     def steps(self) -> list[MetricsRow]:
-        """The rows of its training steps."""
+        """Metrics rows for training steps."""
         return [row for row in self.rows if not is_evaluation(row)]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the steps that have it."""
+        """Average a metric over the steps that have it."""
         values = [row.metrics[name] for row in self.steps if name in row.metrics]
         if not values:
             return None
         return fmean(values)
 
     def last(self, name: str) -> float | None:
-        """Return the last held-out result of a metric: the mean over the tasks of that step."""
+        """Average a held-out metric over tasks at the last evaluated step."""
         steps = [point.step for point in self.evaluations]
         if not steps:
             return None
@@ -69,10 +68,10 @@ class FutureResult:
 
 @dataclass(frozen=True)
 class Equality:
-    """The comparison of the unchanged future with the records of the run, to the bit.
+    """Bit-exact comparison between the unchanged future and the run's records.
 
-    ``num_steps`` and ``num_values``: what both have. ``weights``: whether the weights and the optimizer's state after
-    the last step are equal; None where the run has no checkpoint of it. ``difference``: the first one, if any.
+    ``num_steps`` and ``num_values``: amount compared. ``weights``: weights and optimizer state after the last step are
+    equal; None if the run has no checkpoint for it. ``difference``: the first difference, if any.
     """
 
     num_steps: int
@@ -86,12 +85,12 @@ class Equality:
         return self.difference is None and self.weights is not False
 
     def describe(self, plan: WhatIfPlan) -> str:
-        """Return a sentence about it."""
+        """Describe the comparison in one sentence."""
         run = Path(plan.run).name
         if self.difference is not None:
             return (
-                f"the unchanged future DIFFERS from {run}: {self.difference}. The run was made with other versions, on "
-                "another machine, or with an engine that does not repeat itself; compare the futures with one another"
+                f"the unchanged future DIFFERS from {run}: {self.difference}. Library versions or hardware changed, or "
+                "the engine is not deterministic; compare the futures only with each other"
             )
         if self.weights is False:
             return f"the unchanged future DIFFERS from {run} in the weights after step {plan.end}"
@@ -99,17 +98,17 @@ class Equality:
         if self.num_steps:
             parts.append(f"in all {self.num_values:,} numbers of {self.num_steps} steps")
         if self.weights:
-            parts.append(f"in the weights and the optimizer's state after step {plan.end}")
+            parts.append(f"in weights and optimizer state after step {plan.end}")
         if not parts:
-            return f"{run} has no record of these steps, so nothing could be compared"
+            return f"{run} did not record these steps, so nothing could be compared"
         return f"the unchanged future equals {run} to the bit {' and '.join(parts)}"
 
 
 @dataclass(frozen=True)
 class WhatIfResults:
-    """All that is reported: the plan, the equality with the run, and every future that was begun.
+    """Everything reported: the plan, the comparison with the run, and all futures.
 
-    ``primary``: the held-out metric. ``training``: the metric of the steps.
+    ``primary``: held-out metric. ``training``: metric for training steps.
     """
 
     plan: WhatIfPlan
@@ -120,30 +119,30 @@ class WhatIfResults:
     run_rows: list[MetricsRow]
 
     def unchanged(self, seed: int = 0) -> FutureResult | None:
-        """Return the unchanged future of a seed, if it was played to the end."""
+        """Find the unchanged future with this seed, if complete."""
         for one in self.futures:
             if one.future.is_unchanged and one.future.seed == seed and self.is_whole(one):
                 return one
         return None
 
     def is_whole(self, one: FutureResult) -> bool:
-        """Return whether a future was played to the end."""
+        """Check if a future was played to the end."""
         return one.state in ("finished", "stopped") and one.step == self.plan.end
 
     def labels(self) -> list[str]:
-        """Return the changes, the unchanged one first."""
+        """List change labels, the unchanged one first."""
         return list(dict.fromkeys(one.future.label for one in self.futures))
 
     def of(self, label: str) -> list[FutureResult]:
-        """Return the futures of a change that were played to the end, by seed."""
+        """List completed futures with this change, by seed."""
         return [one for one in self.futures if one.future.label == label and self.is_whole(one)]
 
     def summary(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
-        """Return the mean over seeds of a metric: of the steps, or of the last evaluation."""
+        """Average a metric over seeds: from training steps, or from the last evaluation."""
         return summarize_seeds(list(self._values(label, name, held_out).values()))
 
     def difference(self, label: str, name: str, *, held_out: bool = False) -> Summary | None:
-        """Return the mean over seeds of the difference from the unchanged future of the same seed."""
+        """Average over seeds the difference from the unchanged future with the same seed."""
         base = self._values(UNCHANGED, name, held_out)
         own = self._values(label, name, held_out)
         return summarize_seeds([own[seed] - base[seed] for seed in own if seed in base])
@@ -158,16 +157,16 @@ class WhatIfResults:
 
     @property
     def has_evaluations(self) -> bool:
-        """True if a future was evaluated with the primary metric."""
+        """True if any future was evaluated with the primary metric."""
         return any(one.last(self.primary.name) is not None for one in self.futures)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Return why futures failed, by what they are called."""
+        """Map labels of failed futures to the reason."""
         return {explain_change(one.future): one.message or "no reason" for one in self.futures if one.state == "failed"}
 
     def table(self) -> TextTable:
-        """Return a line for each change: means over seeds, and differences from the unchanged future."""
+        """Build a table with one row per change: means over seeds, and differences from the unchanged future."""
         steps = f"steps {self.plan.at + 1}–{self.plan.end}"
         header = ["future", f"{self.training.label}, {steps}", "difference"]
         if self.has_evaluations:
@@ -197,28 +196,28 @@ class WhatIfResults:
         return ", ".join(dict.fromkeys(states))
 
     def to_markdown(self) -> str:
-        """Return the text of ``table.md``."""
+        """Render ``table.md``."""
         lines = [self.equality.describe(self.plan), *self.notes()]
         lines += [f"{label}: {message}" for label, message in self.failures.items()]
         table = self.table()
         return "\n".join([f"# {plain(table.title)}\n", to_markdown(replace(table, title="")), bullets(lines)])
 
     def notes(self) -> list[str]:
-        """Return how to read the numbers."""
+        """Notes on reading the numbers."""
         first = self.plan.at + 1
-        lines = [f"the first step with the change is step {first}; its prompts and answers are numbered from 0"]
+        lines = [f"changes take effect at step {first}; prompts and answers are numbered from 0"]
         if self.plan.num_seeds > 1:
             lines.append(
-                f"{self.plan.num_seeds} seeds: the run's, and others from the second rollout batch on; differences are "
-                "from the unchanged future of the same seed, ± the 95 % interval of their mean"
+                f"{self.plan.num_seeds} seeds: the run's seed, and new ones starting with the second rollout batch; "
+                "differences are relative to the unchanged future with the same seed, ± 95 % interval"
             )
         else:
-            lines.append("one seed: differences are exact, and say nothing of other random numbers; --seeds plays more")
-        lines += [f"{label}: every number equals the unchanged future's, so it had no effect" for label in self.idle()]
+            lines.append("one seed: differences are exact but may not hold for other seeds; use --seeds for more")
+        lines += [f"{label}: no effect; all metrics equal the unchanged future's" for label in self.idle()]
         return lines
 
     def idle(self) -> list[str]:
-        """Return the changes that changed no number of any step."""
+        """List changes without any effect on the metrics."""
         found = []
         for label in self.labels():
             pairs = [(one, self.unchanged(one.future.seed)) for one in self.of(label)]
@@ -229,7 +228,7 @@ class WhatIfResults:
         return found
 
     def to_json(self) -> str:
-        """Return the text of ``results.json``: everything, unrounded."""
+        """Render ``results.json``: all results, unrounded."""
         content = {
             "run": self.plan.run,
             "at": self.plan.at,
@@ -255,12 +254,12 @@ class WhatIfResults:
 
 
 def _numbers(one: FutureResult) -> list[tuple[int, dict[str, str]]]:
-    """Return the metrics of every step as exact text."""
+    """Serialize all metrics exactly for comparison."""
     return [(row.step, {name: value.hex() for name, value in row.metrics.items()}) for row in one.rows]
 
 
 def _show(metric: Metric, summary: Summary | None, *, is_signed: bool = False) -> str:
-    """Write a mean, with the interval of several seeds: ``0.512``, ``+0.021 ± 0.010``."""
+    """Format a mean, with its interval if there are several seeds: ``0.512``, ``+0.021 ± 0.010``."""
     if summary is None:
         return NOTHING
     text = metric.show(summary.mean)
@@ -274,7 +273,7 @@ def _show(metric: Metric, summary: Summary | None, *, is_signed: bool = False) -
 
 
 def _precise(metric: Metric, value: float) -> str:
-    """Write a difference, which may be much smaller than the values, with a digit that is not 0."""
+    """Format a difference, which may be tiny, with at least one nonzero digit."""
     text = metric.show(value)
     if not any(digit in text for digit in "123456789"):
         return f"{value:.1e}"
@@ -282,10 +281,10 @@ def _precise(metric: Metric, value: float) -> str:
 
 
 def read_results(folder: Path) -> WhatIfResults:
-    """Read what was played in a folder.
+    """Load the results in a folder.
 
     Raises:
-        UsageError: it holds no futures. DataError: a record is damaged.
+        UsageError: no futures in it. DataError: a record is damaged.
     """
     plan = read_plan(folder)
     futures = [_read_future(folder, future) for future in plan.futures]
@@ -310,7 +309,7 @@ def _read_future(folder: Path, future: Future) -> FutureResult:
 
 
 def compare_with_run(plan: WhatIfPlan, unchanged: FutureResult, run_rows: Sequence[MetricsRow]) -> Equality:
-    """Compare the unchanged future of the run's seed with what the run recorded of the same steps."""
+    """Compare the unchanged future (with the run's seed) with the run's records for the same steps."""
     ours = _by_place(plan, unchanged.rows)
     theirs = _by_place(plan, run_rows)
     shared = [place for place in ours if place in theirs]
@@ -326,7 +325,7 @@ def compare_with_run(plan: WhatIfPlan, unchanged: FutureResult, run_rows: Sequen
 
 
 def _by_place(plan: WhatIfPlan, rows: Sequence[MetricsRow]) -> dict[tuple[int, bool], dict[str, float]]:
-    """Return the metrics of the steps that are played, by step and by whether they are held out."""
+    """Group metrics by step and kind (training or held-out), within the played steps."""
     found: dict[tuple[int, bool], dict[str, float]] = {}
     for row in rows:
         if plan.at < row.step <= plan.end:
@@ -337,16 +336,16 @@ def _by_place(plan: WhatIfPlan, rows: Sequence[MetricsRow]) -> dict[tuple[int, b
 def _first_difference(step: int, ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
     for name in {**theirs, **ours}:
         if name not in ours or name not in theirs:
-            return f"{name} of step {step} is in one of them only"
+            return f"{name} at step {step} is present only on one side"
         one = ours[name]
         other = theirs[name]
-        if one.hex() != other.hex():  # of NaN the same, and of -0.0 not that of 0.0
-            return f"{name} of step {step} is {one!r}, and was {other!r}"
+        if one.hex() != other.hex():  # bitwise: equal NaNs match, and -0.0 differs from 0.0
+            return f"{name} at step {step} is {one!r}, but was {other!r}"
     return None
 
 
 def _same_weights(plan: WhatIfPlan, unchanged: FutureResult) -> bool | None:
-    """Compare the files of weights and optimizer after the last step; None where the run has none."""
+    """Compare weight and optimizer files after the last step; None if the run did not keep them."""
     ours = manifest_digests(step_folder(unchanged.folder / "checkpoints", plan.end))
     theirs = manifest_digests(step_folder(Path(plan.run) / "checkpoints", plan.end))
     names = [name for name in theirs if name.endswith(".safetensors")]

@@ -1,4 +1,4 @@
-"""Making the futures of a plan: in this process, or in several that take them in turn."""
+"""Run the futures in a plan, in this process or in several that share the work."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from posttrain.runs.what_if.plan import START, Future, Planned, WhatIfPlan, expl
 from posttrain.store.durable import remove_tree, storage_errors
 from posttrain.untrusted import allow_code_options
 
-PLAY = "__futures"  # the command of a process that plays futures
+PLAY = "__futures"  # command for a process that plays futures
 POLL_SECONDS = 0.2
 STOPPING = "stopping after this step; the futures that ended are kept"
-Say = Callable[[str, bool], object]  # a line about the progress, and whether it tells of a failure
+Say = Callable[[str, bool], object]  # prints a progress line; the flag marks failures
 
 
 def new_folder(root: Path, run: str, at: int, name: str | None) -> Path:
-    """Make the folder of the results; without a name ``what-if-RUN-at-STEP`` with a counter.
+    """Create the results folder; default name: ``what-if-RUN-at-STEP`` plus a counter.
 
     Raises:
         RunConflict: the name is taken.
@@ -40,7 +40,7 @@ def new_folder(root: Path, run: str, at: int, name: str | None) -> Path:
             try:
                 folder.mkdir()
             except FileExistsError:
-                raise RunConflict(f"{folder}: something is there already. Give another name with --run NAME") from None
+                raise RunConflict(f"{folder}: already exists. Choose a different name with --run NAME") from None
             return folder
         base = f"what-if-{Path(run).name[:150]}-at-{at}"
         for count in itertools.count(1):
@@ -54,17 +54,15 @@ def new_folder(root: Path, run: str, at: int, name: str | None) -> Path:
 
 
 def choose_jobs(planned: Planned, jobs: int | None) -> int:
-    """Return the number of processes: one for each core that a future leaves free, one on a GPU.
+    """Choose the number of processes: as many as the cores allow, or one on a GPU.
 
     Raises:
-        UsageError: several are asked for, and a function of this session is in none of them.
+        UsageError: several processes requested, but the recipe uses a function defined in this session.
     """
     recipe = planned.recipe
     own = session_functions(recipe.to_yaml())
     if own and jobs is not None and jobs > 1:
-        raise UsageError(
-            f"jobs: {', '.join(own)} is a function of this session, which no other process has. Give jobs=1"
-        )
+        raise UsageError(f"jobs: {', '.join(own)} is defined only in this session, not in worker processes. Use jobs=1")
     if own:
         return 1
     if jobs is None:
@@ -84,10 +82,10 @@ def _is_on_cpu(device: str) -> bool:
 
 
 def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> None:
-    """Play every future of a plan, ``jobs`` at a time, until all have ended or a signal comes.
+    """Play all futures in a plan, ``jobs`` at a time, until done or interrupted by a signal.
 
     Raises:
-        PosttrainError: the state that they begin with cannot be made.
+        PosttrainError: the starting state cannot be created.
     """
     from posttrain.runs.what_if.play import make_start, play_all
 
@@ -104,7 +102,7 @@ def run_futures(folder: Path, planned: Planned, jobs: int, say: Say) -> None:
             with phase(f"replaying steps {plan.checkpoint + 1} to {plan.at}"):
                 make_start(folder, plan, planned.recipe)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # nothing was played, so there are no results
+            shutil.rmtree(folder, ignore_errors=True)  # nothing was played, so no results exist
             raise
         try:
             with stop_on_signals(STOPPING) as should_stop:
@@ -123,10 +121,10 @@ def _beginning(plan: WhatIfPlan, jobs: int) -> str:
     together = ""
     if jobs > 1:
         together = f", {jobs} at a time"
-    threads = plan.num_threads or "as many as here"
+    threads = plan.num_threads or "default"
     return (
         f"{len(plan.futures)} futures of {plan.steps} steps after step {plan.at} of {Path(plan.run).name}, "
-        f"{replay}{together}; threads of each: {threads}"
+        f"{replay}{together}; threads per future: {threads}"
     )
 
 
@@ -138,7 +136,7 @@ def _end_line(plan: WhatIfPlan, future: Future, status: RunStatus) -> tuple[str,
 
 
 class _Players:
-    """The processes that play the futures of a folder, which this one watches."""
+    """Child processes that play the futures in a folder, monitored by this process."""
 
     def __init__(self, folder: Path, plan: WhatIfPlan, say: Say) -> None:
         self.folder = folder
@@ -147,7 +145,7 @@ class _Players:
         self.told: set[str] = set()
 
     def run(self, jobs: int, should_stop: Callable[[], bool]) -> None:
-        """Start them, tell of each future that ends, and wait for them."""
+        """Start the children, report each completed future, and wait for all of them."""
         children: list[Child] = []
         ends: list[str] = []
         try:
@@ -181,7 +179,7 @@ class _Players:
         return start_child(command, self.folder / f"log-{number}.txt", f"player {number}", threads, settings)
 
     def _wait(self, working: Sequence[Child]) -> None:
-        """Wait for processes that were asked to end: each ends its step first."""
+        """Wait for interrupted processes, which first complete their current step."""
         for child in working:
             child.process.wait()
 
@@ -196,7 +194,7 @@ class _Players:
                     self.say(*_end_line(self.plan, future, status))
 
     def _close(self, ends: Sequence[str], *, is_interrupted: bool) -> None:
-        """Give a state to the futures of processes that ended on the way."""
+        """Set a final status for futures whose process ended early."""
         for future in self.plan.futures:
             directory = RunDirectory(future_folder(self.folder, future))
             status = directory.read_status()
@@ -207,5 +205,5 @@ class _Players:
             if is_interrupted:
                 directory.write_status(replace(status, state="interrupted"))
             else:
-                reason = "; ".join(ends) or "no process played it"
+                reason = "; ".join(ends) or "no process played this future"
                 directory.write_status(replace(status, state="failed", message=reason))

@@ -34,19 +34,19 @@ _OPERATIONS = {
 
 @register("environment")
 def calculator(*, max_digits: Annotated[int, Field(ge=1, le=1000)] = 30) -> Calculator:
-    """A tool ``calculator`` for sums: ``+ - * / // % **``, brackets, whole numbers and decimals, computed exactly.
+    """A ``calculator`` tool for exact arithmetic: ``+ - * / // % **``, brackets, integers and decimals.
 
-    The expression is parsed, never evaluated. A result that is no whole number is given as a decimal where that ends
-    within ``max_digits``, else as a fraction. Anything else, or too large, is answered with an error.
+    Expressions are parsed, never evaluated. Non-integer results are decimals if they terminate within ``max_digits``,
+    else fractions. Invalid or too large expressions produce an error message.
 
     Args:
-        max_digits: of every number in it, intermediate results included.
+        max_digits: digit limit, including intermediate results.
     """
     return Calculator(max_digits)
 
 
 class Calculator:
-    """The environment; it has no state."""
+    """Stateless environment for ``calculator``."""
 
     def __init__(self, max_digits: int) -> None:
         self._max_digits = max_digits
@@ -136,26 +136,26 @@ def python(
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     max_output_chars: Annotated[int, Field(ge=100)] = 4000,
 ) -> Python:
-    """A tool ``python`` that runs a program and returns what it prints, and its error, if it ends with one.
+    """A ``python`` tool that runs programs and returns their output, including a final error.
 
-    Every call begins anew, in an empty folder (docs/how-to/code-rewards.md: sandboxes). A program that takes too
-    long is stopped, and the model reads that.
+    Each call starts in an empty folder (docs/how-to/code-rewards.md: sandboxes). Programs that exceed their time
+    limit are stopped, and the model is informed.
 
     Args:
-        sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
-        seconds: of computing; elapsed time may be 6 times as long. ``rollout.tool_seconds`` should be more.
-        memory_megabytes: of the program with all processes that it starts.
-        max_output_chars: the rest is cut off.
+        sandbox: ``bubblewrap`` (default), or ``process``, which gives programs access to this user's files.
+        seconds: CPU time limit; elapsed time may be up to 6 times longer. Set ``rollout.tool_seconds`` higher.
+        memory_megabytes: memory limit for a program including its subprocesses.
+        max_output_chars: output is truncated beyond this.
 
     Raises:
-        UsageError: the sandbox does not work on this machine.
+        UsageError: sandbox unavailable on this machine.
     """
     kind = choose_sandbox(sandbox, "environment.sandbox")
     return Python(kind, seconds, memory_megabytes, max_output_chars)
 
 
 class Python:
-    """The environment; it has no state."""
+    """Stateless environment for ``python``."""
 
     def __init__(self, kind: SandboxKind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
         self._kind: SandboxKind = kind
@@ -183,7 +183,7 @@ class Python:
         if ended.timed_out or ended.code == 137:
             output += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"
         elif ended.code:
-            complaint = complaint.strip()[-self._max_chars // 2 :]  # its end says what happened
+            complaint = complaint.strip()[-self._max_chars // 2 :]  # errors are reported at the end
             output = f"{shortened(output, self._max_chars - len(complaint))}\n{complaint}"
         return shortened(output.strip("\n"), self._max_chars) or "(nothing was printed)"
 
@@ -195,13 +195,13 @@ def number_guess(
     high: Annotated[int, Field(ge=1)] = 20,
     guesses: Annotated[int, Field(ge=1)] | None = None,
 ) -> NumberGuess:
-    """A number is to be found; each guess is answered with ``higher``, ``lower`` or ``right``. Pays 1 if it is found.
+    """Guess a number with replies ``higher``, ``lower`` or ``right``. Reward 1 if found.
 
-    With k guesses among n numbers, halving finds ``min(n, 2^k − 1)`` of them, and nothing finds more.
+    With k guesses among n numbers, binary search finds ``min(n, 2^k − 1)``, which is optimal.
 
     Args:
-        low, high: the number is one of these or between them, each as likely.
-        guesses: how many there are; by default as many as halving needs.
+        low, high: inclusive bounds; the number is uniform between them.
+        guesses: allowed guesses; defaults to the number required by binary search.
 
     Raises:
         UsageError: ``low`` is not below ``high``.
@@ -214,7 +214,7 @@ def number_guess(
 
 
 class NumberGuess:
-    """See ``number_guess``. The number follows from the seed."""
+    """See ``number_guess``. The seed determines the number."""
 
     def __init__(self, low: int, high: int, guesses: int) -> None:
         self.low = low
@@ -234,7 +234,7 @@ class NumberGuess:
         return float(self.is_found)
 
     def get_feedback(self) -> str:
-        """Return the number that was to be found."""
+        """Reveal the number."""
         return f"The number was {self.number}."
 
     def guess(self, number: int) -> str:
@@ -273,53 +273,53 @@ def search(
     k1: Annotated[float, Field(ge=0)] = 1.2,
     b: Annotated[float, Field(ge=0, le=1)] = 0.75,
 ) -> Search:
-    """A tool ``search`` over the ``.txt`` and ``.md`` files of a folder, which returns the best passages.
+    """A ``search`` tool over ``.txt`` and ``.md`` files in a folder, returning the best passages.
 
-    ``score(q, d) = Σ_w idf(w) · f(w, d) (k1 + 1) / (f(w, d) + k1 (1 − b + b |d| / mean |d|))`` over the words of the
-    query, with ``idf(w) = ln(1 + (N − n(w) + 0.5) / (n(w) + 0.5))``. Equal scores come in the order of the files.
+    ``score(q, d) = Σ_w idf(w) · f(w, d) (k1 + 1) / (f(w, d) + k1 (1 − b + b |d| / mean |d|))`` over query words, with
+    ``idf(w) = ln(1 + (N − n(w) + 0.5) / (n(w) + 0.5))``. Ties keep file order.
 
     Args:
-        path: the folder.
-        results: passages at most.
-        passage_chars: paragraphs of a file are joined up to this length.
-        k1, b: as in the formula.
+        path: folder to search.
+        results: maximum passages per query.
+        passage_chars: paragraphs are joined up to this length.
+        k1, b: see the formula.
 
     Source: Robertson and Zaragoza (2009), "The probabilistic relevance framework", section 3.
 
     Raises:
-        DataError: no such folder, none of whose files is text, or too many.
+        DataError: missing folder, no text files, or too much text.
     """
     return Search(read_passages(path, passage_chars), results, k1, b)
 
 
-Index = tuple[list[tuple[str, str]], list[Counter[str]]]  # (file, passage), and the words of each passage
+Index = tuple[list[tuple[str, str]], list[Counter[str]]]  # (file, passage), and word counts per passage
 
 
 @lru_cache(maxsize=4)
 def read_passages(path: str, passage_chars: int) -> Index:
-    """Return the passages of a folder; read once in a process."""
+    """Load passages from a folder, cached per process."""
     folder = Path(path)
     if not folder.is_dir():
-        raise DataError(path, "no such folder; give one with .txt or .md files as environment.path")
+        raise DataError(path, "folder not found; set environment.path to a folder with .txt or .md files")
     passages: list[tuple[str, str]] = []
     size = 0
     files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
     for file in files:
         size += file.stat().st_size
         if size > MAX_BYTES:
-            raise DataError(path, f"more than {MAX_BYTES} bytes of text; give a part of it")
+            raise DataError(path, f"more than {MAX_BYTES} bytes of text; use a smaller folder")
         name = file.relative_to(folder).as_posix()
         text = file.read_text(encoding="utf-8", errors="replace")
         for part in _split(text, passage_chars):
             passages.append((name, part))
     if not passages:
-        raise DataError(path, "there is no .txt or .md file with text in it")
+        raise DataError(path, "no .txt or .md files with text found")
     words = [Counter(_WORD.findall(text.lower())) for _, text in passages]
     return passages, words
 
 
 class Search:
-    """The environment; it has no state."""
+    """Stateless environment for ``search``."""
 
     def __init__(self, index: Index, results: int, k1: float, b: float) -> None:
         self._passages, self._words = index

@@ -1,4 +1,4 @@
-"""Calls of tools as a model writes them, read from the text of one of its turns (forms: ``data/render/calls.py``)."""
+"""Parse tool calls from model output (call formats: ``data/render/calls.py``)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from posttrain.data.render.calls import CallForm, Parameters
 from posttrain.sampling.environments.tools import ArgumentText
 
-MAX_CALLS = 16  # of one turn
+MAX_CALLS = 16  # per turn
 _TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
 _BETWEEN_OBJECTS = " \t\n,;"
-_HARMONY = "to=functions."  # of gpt-oss: the recipient in the header of a message
+_HARMONY = "to=functions."  # gpt-oss: recipient in a message header
 _PYTHON_TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?)"""
 _PYTHON_CALLS = re.compile(r"\[\s{0,8}[\w.]+\(\s{0,8}(?:\w+\s{0,8}=|\))")
 _LISTED = re.compile(r'\[\s{0,8}\{\s{0,8}"\w+"\s{0,8}:\s{0,8}["{]')
-_MARK = re.compile(r"\[[A-Z_]+\]")  # behind it some models write the id of a call
+_MARK = re.compile(r"\[[A-Z_]+\]")  # some models append a call id after it
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call as it was written. ``wrong``: the reason why it is none. ``place``: its start and end, with its tags."""
+    """A parsed call. ``wrong``: error message if invalid. ``place``: start and end including tags."""
 
     tool: str
     raw_arguments: str
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The text of a call between its tags, its place with them, and whether it was closed."""
+    """Text between call tags, its position including tags, and a flag for a closing tag."""
 
     content: str
     place: tuple[int, int]
@@ -44,9 +44,9 @@ class _Region:
 
 
 def read_calls(text: str, form: CallForm) -> list[Request]:
-    """Return the calls in a turn, in order; the one beyond ``MAX_CALLS`` is refused and no later one is read.
+    """Parse all calls in a turn, in order. Call ``MAX_CALLS`` + 1 is refused, and later ones are ignored.
 
-    Thinking (up to the last ``</think>``) calls nothing where the form is the chat template's.
+    With native call formats, calls within thinking (up to the last ``</think>``) are ignored.
     """
     requests: list[Request] = []
     first = 0
@@ -78,7 +78,7 @@ def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
 
 
 def _tagged(text: str, first: int, form: CallForm, opening: str, closing: str) -> Iterator[_Region]:
-    """Calls between an opening and a closing tag; without a closing tag a call ends where the next one begins."""
+    """Find calls between tags. If a closing tag is missing, a call ends at the next opening tag."""
     at = text.find(opening, first)
     while at >= 0:
         start = at + len(opening)
@@ -86,13 +86,13 @@ def _tagged(text: str, first: int, form: CallForm, opening: str, closing: str) -
         if form.arguments in ("json", "quoted"):
             inside = _object_end(text, start, closing or opening)
         again = text.find(opening, inside)
-        following = len(text)  # the place where the next call begins
+        following = len(text)  # start of the next call
         if again >= 0:
             following = again
         end = following
         if closing:
             end = text.find(closing, inside)
-        if end < 0 or 0 <= again < end:  # an opening tag inside begins anew
+        if end < 0 or 0 <= again < end:  # a nested opening tag starts over
             yield _Region(text[start:following].strip(), (at, following), is_closed=False)
             at = again
         else:
@@ -101,7 +101,7 @@ def _tagged(text: str, first: int, form: CallForm, opening: str, closing: str) -
 
 
 def _object_end(text: str, start: int, tag: str) -> int:
-    """Return the end of the object of JSON in a call, whose texts may hold tags; ``start`` where there is none."""
+    """Find where a call's JSON object ends, since its strings may contain tags; ``start`` if invalid."""
     brace = text.find("{", start)
     if brace < 0 or tag in text[start:brace]:
         return start
@@ -113,7 +113,7 @@ def _object_end(text: str, start: int, tag: str) -> int:
 
 
 def _find_begin(text: str, first: int, form: CallForm) -> int:
-    """Return the place where calls begin, or -1. A bracket alone, which any text may have, counts before a call."""
+    """Find where calls begin, or -1. A lone bracket is ambiguous, so it must be followed by a call."""
     begin = form.begin.strip()
     if begin != "[":
         return text.find(begin, first)
@@ -127,7 +127,7 @@ def _find_begin(text: str, first: int, form: CallForm) -> int:
 
 
 def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
-    """Objects of JSON one after another, after ``begin``; without one the turn has to begin with such a call."""
+    """Find consecutive JSON objects after ``begin``. Without ``begin``, the turn must start with a call."""
     begin = form.begin.strip()
     at = _find_begin(text, first, form)
     while at >= 0:
@@ -158,12 +158,12 @@ def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
 
 
 def _skip(text: str, start: int, characters: str | None) -> int:
-    """Return the first place from ``start`` on that has none of the characters (None: white space)."""
+    """Skip ``characters`` (None: white space) from ``start`` on."""
     return len(text) - len(text[start:].lstrip(characters))
 
 
 def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
-    """Calls of functions in Python, one after another between the two tags."""
+    """Find consecutive Python function calls between two tags."""
     begin = form.begin.strip()
     finish = form.finish.strip()
     at = _find_begin(text, first, form)
@@ -178,12 +178,12 @@ def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
         place = (at, last)
         for part in _parts(source):
             yield _Region(part, place)
-            place = (last, last)  # all of it is the place of the first
+            place = (last, last)  # the first call covers everything
         at = _find_begin(text, last, form)
 
 
 def _parts(source: str) -> list[str]:
-    """Return the calls in Python's source, in lines or with commas between them."""
+    """Split Python source into calls, separated by lines or commas."""
     try:
         calls: list[ast.AST] = []
         for statement in ast.parse(source).body:
@@ -200,7 +200,7 @@ def _parts(source: str) -> list[str]:
 
 
 def _end_of_code(text: str, start: int, finish: str) -> int:
-    """Return the end of source: the first ``finish`` outside of texts and brackets, or the first at all, or -1."""
+    """Find ``finish`` outside strings and brackets, else its first occurrence, else -1."""
     depth = 0
     for found in re.finditer(rf"{_PYTHON_TEXT}|(?P<end>{re.escape(finish)})|[\[({{]|[\])}}]", text[start:]):
         if not found["end"]:
@@ -246,7 +246,7 @@ def _last_tag(form: CallForm) -> str:
 
 
 def _read(content: str, form: CallForm) -> Request:
-    """Read the call between the tags."""
+    """Parse the text between call tags."""
     if form.arguments == "plain":
         name, _, raw_arguments = content.partition(":")
         return Request(name.strip(), raw_arguments.strip(), raw_arguments.strip())
@@ -258,7 +258,7 @@ def _read(content: str, form: CallForm) -> Request:
     if isinstance(form.arguments, Parameters):
         return _read_parameters(content, form, form.arguments)
     middle = form.middle.strip()
-    if _HARMONY in form.opening:  # models write what stands between in several orders
+    if _HARMONY in form.opening:  # models vary the order of header parts
         name = ""
         raw_arguments = content
         found = re.match(r"([\w.-]+)[^{]*?<\|message\|>", content)
@@ -275,7 +275,7 @@ def _read(content: str, form: CallForm) -> Request:
 
 
 def _inner(call: object, form: CallForm) -> dict[str, Any] | None:
-    """Return the object with the name and the arguments; None where there is none."""
+    """Select the object containing name and arguments, or None."""
     outer = form.name_key[0]
     inner = call
     if outer and isinstance(call, dict):
@@ -301,7 +301,7 @@ def _read_object(content: str, form: CallForm, key: str) -> Request:
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces JSON's names of constants, which models mix with those of Python."""
+    """Replaces JSON constants, which models mix with Python constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         named = {"true": True, "false": False, "null": None}
@@ -311,7 +311,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _read_function(content: str) -> Request:
-    """Read a call written as one of a function in Python, with keywords; its source is never run."""
+    """Parse a Python-style call with keyword arguments. It is never executed."""
     try:
         call = ast.parse(content, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
@@ -326,10 +326,10 @@ def _read_function(content: str) -> Request:
 
 
 def _written(arguments: object) -> str:
-    """Arguments as JSON.
+    """Serialize arguments as JSON.
 
     Raises:
-        ValueError: a value is no number (NaN, or too large), or a text holds half a surrogate pair.
+        ValueError: NaN, infinity, or a lone surrogate.
     """
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
@@ -337,7 +337,7 @@ def _written(arguments: object) -> str:
 
 
 def _read_json(name: str, raw_arguments: str) -> Request:
-    """Read a call whose arguments are an object of JSON, or the text of one."""
+    """Parse a call whose arguments are a JSON object, possibly encoded as a string."""
     try:
         arguments, _ = _DECODER.raw_decode(raw_arguments.lstrip())
         if isinstance(arguments, str):
@@ -351,7 +351,7 @@ def _read_json(name: str, raw_arguments: str) -> Request:
 
 
 def _read_parameters(content: str, form: CallForm, around: Parameters) -> Request:
-    """Read a call whose arguments are written one by one."""
+    """Parse a call with individually tagged arguments."""
     before = _loosely(around.before)
     middle = _loosely(around.middle)
     after = _loosely(around.after)
@@ -373,6 +373,6 @@ def _read_parameters(content: str, form: CallForm, around: Parameters) -> Reques
 
 
 def _loosely(text: str) -> str:
-    """Return a pattern for the text in which white space may be more or less."""
+    """Build a pattern that tolerates varying white space."""
     words = [re.escape(word) for word in re.split(r"\s+", text)]
-    return r"\s{0,8}".join(words)  # bounded, so that no text takes long
+    return r"\s{0,8}".join(words)  # bounded, to limit matching time

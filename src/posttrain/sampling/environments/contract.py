@@ -1,23 +1,23 @@
-"""The contract of an environment: a class whose ``reset`` begins an episode and whose public methods are tools.
+"""Environment contract: a class with ``reset`` to begin an episode, and public methods as tools.
 
-It is that of TRL's ``environment_factory``, so that a class written for it runs as it is:
+Compatible with TRL's ``environment_factory``, so existing classes work unchanged:
 
-- It is made without arguments, once for each completion. (Keyword-only parameters with types are its options.)
-- ``reset(**row) -> str | None`` begins an episode. It gets the example's fields that it names (``id``, ``prompt``,
-  ``answer``, those of ``meta``, and ``seed``, the same for all completions of a group). The text that it returns
-  follows the prompt's last user message.
-- Every other public method is a tool: its parameters have types, it has a docstring, the model reads its result. The
-  model also reads its exceptions, which are recorded.
-- ``get_reward() -> float`` (optional): the reward ``environment``, read once, at the end.
-- ``get_turn_reward() -> float`` (optional): the reward ``turn_rewards``, read once after each turn with calls.
-- ``get_feedback() -> str | None`` (optional): what it says of the whole answer to a teacher that sees that
-  (``teacher.sees: environment``), read once, at the end.
-- An attribute ``done`` (optional) that has become true ends the episode.
-- ``close()`` (optional) gives back resources.
+- One instance per completion, constructed without arguments. Typed keyword-only parameters become options.
+- ``reset(**row) -> str | None`` begins an episode. It receives the example fields it declares (``id``, ``prompt``,
+  ``answer``, entries of ``meta``, and a ``seed`` shared within each group). The returned text is appended to the last
+  user message.
+- Other public methods are tools. Parameters need types and the method needs a docstring. Results and exceptions are
+  shown to the model and recorded.
+- ``get_reward() -> float`` (optional): reward ``environment``, read once per episode.
+- ``get_turn_reward() -> float`` (optional): reward ``turn_rewards``, read after each turn with calls.
+- ``get_feedback() -> str | None`` (optional): feedback on the whole answer for teachers with ``teacher.sees:
+  environment``, read once per episode.
+- ``done`` (optional attribute): if true, the episode ends.
+- ``close()`` (optional): release resources.
 
-Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward``,
-``get_turn_reward`` or ``get_feedback``, or is needed again while a call of it hangs, is broken: that is no reward of
-0, the episode is played again from the same seed.
+Methods may be async. An environment is broken if it raises ``EnvironmentFailed``, if ``reset``, ``get_reward``,
+``get_turn_reward`` or ``get_feedback`` fails, or if it is needed while a call hangs. Broken episodes do not count as
+reward 0; they are repeated with the same seed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "get_feedback", "close")
 
 
 class EnvironmentFailed(Exception):
-    """Raised by an environment that is itself at fault (its server is down): the episode is played again."""
+    """Raised by environments for their own faults, such as an unavailable server. The episode is repeated."""
 
 
 @dataclass(frozen=True)
 class Toolset:
-    """The environment of a recipe, made anew for each completion, and its tools.
+    """A recipe's environment and tools.
 
-    ``name`` is for messages; ``make`` is None where there are only tools.
+    ``name`` is used in messages. ``make`` builds an environment for each completion; None if only tools are used.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Toolset:
 
 
 def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
-    """Return the environment and the tools of a recipe, checked: one environment is made for that.
+    """Build and check a recipe's environment and tools, constructing one environment for inspection.
 
     Raises:
-        UsageError: no such environment; a class without reset; a tool without types or docstring; two of one name.
-        UnallowedCode: code that is not allowed.
+        UsageError: unknown environment, missing ``reset``, tools without types or docstrings, or duplicate tool names.
+        UnallowedCode: code was not allowed.
     """
     tools: dict[str, Tool] = {}
     make = None
@@ -79,11 +79,11 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         probe = registry.call("environment", make)
         kind = type(probe)
         if not callable(getattr(kind, "reset", None)):
-            raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
+            raise UsageError(f"{place}: reset is missing; define reset(self, **row) to begin an episode")
         gives_reward = callable(getattr(kind, "get_reward", None))
         pays_turns = callable(getattr(kind, "get_turn_reward", None))
         gives_feedback = callable(getattr(kind, "get_feedback", None))
-        # A base's methods first, in the order in which they are written.
+        # Base class methods first, in definition order.
         members = []
         for base in reversed(kind.__mro__[:-1]):
             members += [name for name, member in vars(base).items() if isfunction(member)]
@@ -97,37 +97,39 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
     for index, path in enumerate(functions):
         where = f"tools.{index}"
         if ":" not in path:
-            raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
+            raise RecipeError(f"{where}: tools must be functions given as module:function; got {path!r}")
         function = registry.import_component("tool", path, where).function
         tool = make_tool(function, f"{where}: {path}")
         if tool.name in tools:
-            raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
+            raise RecipeError(f"{where}: duplicate tool {tool.name!r}; rename this function")
         tools[tool.name] = tool
     if not tools:
-        raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
+        raise UsageError(f"environment {name!r}: no public method for a model to call; define at least one")
     return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback)
 
 
 def refuse_unpaid(toolset: Toolset, rewards: Sequence[str], *, wants_feedback: bool = False) -> None:
-    """Refuse rewards that the environment does not give, and a teacher that is to see what it does not say.
+    """Refuse rewards or teacher feedback that an environment does not provide.
 
     Raises:
-        UsageError: with the method that is missing.
+        UsageError: names the missing method.
     """
     if wants_feedback and not toolset.gives_feedback:
-        raise UsageError(f"teacher.sees environment: {toolset.name!r} has no get_feedback, which says it; write one")
+        raise UsageError(f"teacher.sees environment: {toolset.name!r} does not define get_feedback; define it")
     for reward, method, is_there in (
         ("environment", "get_reward", toolset.gives_reward),
         ("turn_rewards", "get_turn_reward", toolset.pays_turns),
     ):
         if reward in rewards and not is_there:
-            raise UsageError(f"rewards: {toolset.name!r} has no {method}, which the reward {reward} asks; write one")
+            raise UsageError(
+                f"rewards: {toolset.name!r} does not define {method}, required by reward {reward}; define it"
+            )
 
 
 class Session:
-    """One episode: an environment of its own, its calls, and its ``failure``, if it is broken.
+    """One episode with its environment and calls. ``failure`` is set if the environment is broken.
 
-    Each call runs in the pool, for at most ``seconds``.
+    Each call runs in the pool for at most ``seconds``.
     """
 
     def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
@@ -137,11 +139,11 @@ class Session:
         self.environment: Any = None
         self.failure = ""
         self.num_late = 0
-        self._late: EnvironmentJob | None = None  # a call of the environment that has not come back
+        self._late: EnvironmentJob | None = None  # a hanging environment call
         self._job: EnvironmentJob | None = None
 
     def begin(self, example: Example, seed: int) -> None:
-        """Make the environment and reset it, in the background; ``opening`` waits for that."""
+        """Construct and reset the environment in the background; ``opening`` waits for it."""
         make = self.toolset.make
         if make is None:
             return
@@ -153,7 +155,7 @@ class Session:
         self._job = self.pool.submit(reset, self.seconds)
 
     def opening(self) -> str:
-        """Return the text of reset, maybe empty; after an error ``failure`` is set."""
+        """Wait for reset and return its text, possibly empty. Sets ``failure`` on errors."""
         if self._job is None:
             return ""
         text = self._outcome(self._job, "reset")
@@ -161,11 +163,11 @@ class Session:
             return text
         if text is not None and not self.failure:
             what = type(text).__name__
-            self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
+            self.failure = f"reset returned {what}, not a string; return text for the model, or None"
         return ""
 
     def call(self, tool: Tool, arguments: Mapping[str, object]) -> EnvironmentJob | None:
-        """Begin a call; return None and set ``failure`` where the environment is broken."""
+        """Start a call. Returns None and sets ``failure`` if the environment is broken."""
         if not tool.method:
             function = tool.function
         elif self._is_free(f"tool {tool.name!r}"):
@@ -175,7 +177,7 @@ class Session:
         return self.pool.submit(lambda: function(**arguments), self.seconds)
 
     def answer(self, tool: Tool, raw_arguments: str, job: EnvironmentJob) -> Call:
-        """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
+        """Wait for a call and return its result. Sets ``failure`` if the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
         if not job.done:
@@ -197,23 +199,23 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """True once the environment has ended the episode."""
+        """True once the environment ended this episode."""
         return bool(getattr(self.environment, "done", False))
 
     def reward(self) -> float | None:
-        """Return get_reward; None without one, or where the environment is broken, with ``failure`` set."""
+        """Read ``get_reward``; None if undefined or broken, in which case ``failure`` is set."""
         if self.toolset.gives_reward:
             return self._number("get_reward")
         return None
 
     def turn_reward(self) -> float | None:
-        """Return get_turn_reward for the turn whose calls were run; None as ``reward``."""
+        """Read ``get_turn_reward`` after running a turn's calls; None in the same cases as ``reward``."""
         if self.toolset.pays_turns:
             return self._number("get_turn_reward")
         return None
 
     def feedback(self) -> str | None:
-        """Return get_feedback; None without one, or where the environment is broken, with ``failure`` set."""
+        """Read ``get_feedback``; None if undefined or broken, in which case ``failure`` is set."""
         if not self.toolset.gives_feedback or self.failure or not self._is_free("get_feedback"):
             return None
         job = self.pool.submit(self.environment.get_feedback, self.seconds)
@@ -222,11 +224,11 @@ class Session:
             return text
         if text is not None and not self.failure:
             what = type(text).__name__
-            self.failure = f"get_feedback returned {what}, which is no text; return what it says, or None"
+            self.failure = f"get_feedback returned {what}, not a string; return feedback text, or None"
         return None
 
     def close(self) -> EnvironmentJob | None:
-        """Begin to close the environment; return None where there is nothing to do."""
+        """Start closing the environment; None if ``close`` is undefined."""
         closes = callable(getattr(self.environment, "close", None))
         if closes:
             return self.pool.submit(self.environment.close, self.seconds)
@@ -234,7 +236,7 @@ class Session:
 
     def _is_free(self, what: str) -> bool:
         if self._late is not None and not self._late.done:
-            self.failure = f"{what} is needed while a call that took longer than {self.seconds:g} seconds still runs"
+            self.failure = f"{what} is needed while a call still runs after {self.seconds:g} seconds"
         return not self.failure
 
     def _number(self, method: str) -> float | None:
@@ -245,7 +247,7 @@ class Session:
         if self.failure:
             return None
         if not isinstance(value, Real) or not math.isfinite(float(value)):
-            self.failure = f"{method} returned {value!r:.80}, which is no finite number"
+            self.failure = f"{method} returned {value!r:.80}, not a finite number"
             return None
         return float(value)
 
@@ -259,7 +261,7 @@ class Session:
 
 
 def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str, Any]:
-    """Return the example's fields and the seed that ``reset`` names; all, if it takes any."""
+    """Select the example fields and seed declared by ``reset``; all of them if it accepts keyword arguments."""
     fields: dict[str, Any] = {name: value for name, value in example.meta.items() if name.isidentifier()}
     fields["id"] = example.id
     fields["prompt"] = [{"role": message.role, "content": message.content} for message in example.messages]
@@ -272,7 +274,7 @@ def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str,
 
 
 def opened(example: Example, text: str) -> list[Message]:
-    """Return the messages of an example with an environment's opening appended to the last one of the user."""
+    """Append an environment's opening to the last user message."""
     messages = list(example.messages)
     if not text.strip():
         return messages

@@ -1,7 +1,7 @@
-"""Threads that run environments: a limited number at a time, and a hanging call delays no other.
+"""Thread pool for environments: limits concurrency, and isolates hanging calls.
 
-The time of a job counts from its beginning. A late job is given up: its thread is left alone (Python cannot end it)
-and another takes its place. A caller waits for one job, so no result depends on the order in which jobs finish.
+Timeouts start when a job starts. Late jobs are abandoned: their threads cannot be killed in Python, so new threads
+replace them. Each caller waits for a specific job, so results do not depend on completion order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NUM_THREADS = 16
 
 
 class EnvironmentJob:
-    """A function in the pool: its ``result`` or ``error`` once it is ``done``. A ``late`` one may become done later."""
+    """A submitted function. ``result`` or ``error`` is set once ``done``; a ``late`` job may still finish."""
 
     def __init__(self, function: Callable[[], Any], seconds: float) -> None:
         self.function = function
         self.seconds = seconds
-        self.ends: float | None = None  # the end of its time, once it has begun
+        self.ends: float | None = None  # deadline, set at the start
         self.done = False
         self.late = False
         self.result: object = None
@@ -31,18 +31,18 @@ class EnvironmentJob:
 
 
 class Pool:
-    """``num_threads`` daemon threads that are started as they are needed."""
+    """Pool with up to ``num_threads`` daemon threads, started on demand."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[EnvironmentJob] = deque()
         self._running: list[EnvironmentJob] = []
-        self._free = num_threads  # how many more may run
+        self._free = num_threads  # free thread slots
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, function: Callable[[], Any], seconds: float) -> EnvironmentJob:
-        """Run the function as soon as there is room; a coroutine that it returns is run to its end."""
+        """Run a function once a thread is free; a returned coroutine is also awaited."""
         job = EnvironmentJob(function, seconds)
         with self._changed:
             self._waiting.append(job)
@@ -50,7 +50,7 @@ class Pool:
         return job
 
     def wait(self, job: EnvironmentJob) -> EnvironmentJob:
-        """Wait until the job is done or late."""
+        """Wait until a job is done or late."""
         with self._changed:
             while not (job.done or job.late):
                 self._give_up_late()
@@ -67,7 +67,7 @@ class Pool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Begin nothing more."""
+        """Stop starting jobs."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
@@ -77,13 +77,13 @@ class Pool:
             loop.call_soon_threadsafe(loop.stop)
 
     def _start(self) -> None:
-        """Start a thread if there is work and room. The lock is held."""
+        """Start a thread if jobs and a slot are available. Requires the lock."""
         if self._waiting and self._free and not self._is_closed:
             self._free -= 1
             threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def _give_up_late(self) -> None:
-        """Give the places of late jobs to others. The lock is held."""
+        """Free the slots of late jobs. Requires the lock."""
         now = time.monotonic()
         late = [job for job in self._running if job.ends is not None and job.ends <= now]
         for job in late:
@@ -108,17 +108,17 @@ class Pool:
                 job.result = job.function()
                 if inspect.iscoroutine(job.result):
                     job.result = self._finish(job.result)
-            except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the caller gets it
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything; callers receive it
                 job.error = error
             with self._changed:
                 job.done = True
                 self._changed.notify_all()
-                if job.late:  # another thread has its place
+                if job.late:  # another thread took over
                     return
                 self._running.remove(job)
 
     def _finish(self, coroutine: Coroutine[object, object, object]) -> object:
-        """Run a coroutine in the one event loop of this pool, to which an environment's connections belong."""
+        """Run a coroutine in this pool's event loop, which owns all environment connections."""
         with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

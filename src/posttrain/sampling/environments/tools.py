@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call. The signature is the schema, the docstring the description."""
+"""Tools: functions callable by a model. Signatures become schemas, and docstrings become descriptions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _ARGUMENT = re.compile(r"^ {1,8}(\w+)(?: \([^)]*\))?: *(.+)$", re.MULTILINE)
 
 
 class ArgumentText(str):
-    """The text of an argument that was not written as JSON: its type is that of the parameter."""
+    """Argument text not written as JSON; the parameter's type decides how it is parsed."""
 
     __slots__ = ()
 
 
 class _Arguments(BaseModel):
-    """The arguments of a call; unknown ones are refused."""
+    """Call arguments, refusing unknown ones."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call.
+    """A function callable by a model.
 
-    ``schema``: in the form of OpenAI's and the chat templates' ``tools``. ``method``: the environment's method of this
-    name is called, otherwise ``function`` itself.
+    ``schema``: OpenAI format, as in the ``tools`` of chat templates. ``method``: call the environment's method of
+    this name instead of ``function``.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Tool:
         return tuple(self.arguments.model_fields)
 
     def read(self, values: Mapping[str, object] | str) -> dict[str, Any]:
-        """Return the arguments of a call in the function's types; ``values``: by name, or the text of the only one.
+        """Convert call arguments to the function's types. ``values``: a mapping, or raw text.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: invalid arguments.
         """
         if isinstance(values, str):
             values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
@@ -72,7 +72,7 @@ class Tool:
 
 
 def read_argument(value: object, is_text: bool) -> object:
-    """Return the value of an argument: an ``ArgumentText`` of a parameter that is no text is read as JSON."""
+    """Parse an ``ArgumentText`` as JSON unless its parameter is a string."""
     if not isinstance(value, ArgumentText):
         return value
     if is_text:
@@ -80,28 +80,28 @@ def read_argument(value: object, is_text: bool) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        return str(value)  # the check of types says what is wrong with it
+        return str(value)  # type validation reports the error
 
 
 def usage_of(schema: Mapping[str, object]) -> str:
-    """Return the parameters in a tool's schema with their types, for a reader."""
+    """Format a tool schema's parameters and types as text."""
     parameters = [f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()]
     return ", ".join(parameters) or "nothing"
 
 
 def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, object]:
-    """Return arguments by name, from a JSON object, or from the bare value of the only one.
+    """Parse arguments by name from a JSON object, or from a bare value if there is a single parameter.
 
     Args:
-        tool: its name, for messages.
-        parameters: True for each that is a text.
+        tool: tool name for messages.
+        parameters: maps each name to True for strings.
 
     Raises:
-        ValueError: no JSON, or a bare value for a tool that takes another number of arguments.
+        ValueError: invalid JSON, or a bare value without exactly one parameter.
     """
     if text.startswith("{"):
         try:
-            return json.loads(text)  # what begins so is an object
+            return json.loads(text)  # always an object
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{tool}: its arguments are no JSON ({error})") from None
     if not text and not parameters:
@@ -114,7 +114,7 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters in a tool's schema, which may be of any origin."""
+    """Extract parameters from a tool schema, which may be untrusted."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties")
     if isinstance(properties, Mapping):
@@ -123,16 +123,16 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
-    """Make a tool from a signature and docstring; ``place`` begins messages. A ``method`` has ``self`` first.
+    """Build a tool from a signature and docstring. ``place`` prefixes messages; ``method`` skips ``self``.
 
     Raises:
-        UsageError: a parameter without a type, or of one that JSON has no value for; no docstring.
+        UsageError: missing docstring, missing type, or a type without a JSON representation.
     """
     name = function.__name__
     place = f"{place}, tool {name!r}"
     doc = inspect.getdoc(function) or ""
     if not doc.strip():
-        raise UsageError(f"{place}: it has no docstring, which the model reads; write what the tool does")
+        raise UsageError(f"{place}: docstring missing; describe this tool to the model")
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError, TypeError, ValueError) as error:
@@ -143,10 +143,10 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-            raise UsageError(f"{place}: {parameter} cannot be given by name; name each parameter")
+            raise UsageError(f"{place}: {parameter} cannot be passed by keyword; use named parameters")
         if parameter.annotation is inspect.Parameter.empty:
             raise UsageError(
-                f"{place}: parameter {parameter.name!r} has no type; annotate it, as in {parameter.name}: int"
+                f"{place}: parameter {parameter.name!r} lacks a type; annotate it, for example {parameter.name}: int"
             )
         default = parameter.default
         if default is inspect.Parameter.empty:
@@ -164,7 +164,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
 
 
 def result_text(result: object) -> str:
-    """Return a tool's result for the model: text as it is, anything else as JSON or as Python prints it."""
+    """Format a tool's result for a model: strings unchanged, else JSON, else ``str``."""
     if isinstance(result, str):
         text = result
     else:
@@ -176,14 +176,14 @@ def result_text(result: object) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the text, cut off after ``limit`` characters."""
+    """Truncate text after ``limit`` characters."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]} ... (cut off)"
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Return (description, descriptions of the arguments) of a docstring in Google's form."""
+    """Split a Google-style docstring into description and argument descriptions."""
     start = _ARGUMENTS.search(doc)
     description = doc
     arguments = ""
@@ -200,7 +200,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
-    """Return the JSON schema of the arguments, with their descriptions and without pydantic's titles."""
+    """Build an argument schema with descriptions, without pydantic titles."""
     plain = {key: value for key, value in schema.items() if key not in ("title", "description", "additionalProperties")}
     properties = {}
     for name, one in schema.get("properties", {}).items():
@@ -235,7 +235,7 @@ def _explain(item: ErrorDetails) -> str:
 
 
 def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
-    """Describe the tools, and how to call them, to a model whose chat template has no tools."""
+    """Describe tools and the call format for chat templates without tool support."""
     lines = [
         "You can use tools. To call one, write <tool>name: arguments</tool> and end your turn; its result follows "
         "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one."

@@ -1,1 +1,1 @@
-"""An audit of one update: gradient and optimizer step once more, by plain code over transformers' own forward pass."""
+"""Audit one update: recompute gradient and optimizer step in plain code with transformers' forward pass."""

@@ -1,6 +1,6 @@
-"""AdamW once more, whole tensors in float64, from its formulas (Loshchilov & Hutter 2019).
+"""Reference AdamW on whole tensors in float64 (Loshchilov & Hutter 2019).
 
-The gradient that an update used is in the moments behind it: ``g = (m' − β1 m) / (1 − β1)``.
+The gradient used by an update can be recovered from the moments after it: ``g = (m' − β1 m) / (1 − β1)``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """The settings of one tensor: ``lr`` with the tensor's multiple, ``decay`` of its weights, β1 and β2, ε."""
+    """Settings per tensor: ``lr`` including the tensor's ratio, weight ``decay``, β1 and β2, ε."""
 
     lr: float
     decay: float
@@ -25,7 +25,7 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Adam's state of one tensor, float64 of its shape; ``count``: updates so far."""
+    """Adam's state per tensor, float64 with the tensor's shape. ``count``: updates so far."""
 
     first: Tensor
     second: Tensor
@@ -33,16 +33,16 @@ class Moments:
 
     @classmethod
     def none(cls, like: Tensor) -> Moments:
-        """Return the state before the first update."""
+        """Create the initial state."""
         zeros = torch.zeros(like.shape, dtype=torch.float64)
         return cls(zeros, zeros.clone(), 0.0)
 
 
 def read_moments(stored: Mapping[str, Tensor], name: str) -> Moments | None:
-    """Return the state of the tensor ``name`` from ``optimizer.safetensors``; None where it has none.
+    """Read the state for the tensor ``name`` from ``optimizer.safetensors``; None if absent.
 
     Raises:
-        KeyError: a part of the state is missing.
+        KeyError: part of the state is missing.
     """
     if f"{name}.exp_avg" not in stored:
         return None
@@ -51,7 +51,7 @@ def read_moments(stored: Mapping[str, Tensor], name: str) -> Moments | None:
 
 
 def next_moments(before: Moments, gradient: Tensor, settings: AdamSettings) -> Moments:
-    """Return ``m' = β1 m + (1 − β1) g`` and ``v' = β2 v + (1 − β2) g²``."""
+    """Compute ``m' = β1 m + (1 − β1) g`` and ``v' = β2 v + (1 − β2) g²``."""
     one, two = settings.betas
     first = one * before.first + (1.0 - one) * gradient
     second = two * before.second + (1.0 - two) * gradient * gradient
@@ -59,7 +59,7 @@ def next_moments(before: Moments, gradient: Tensor, settings: AdamSettings) -> M
 
 
 def next_weights(weights: Tensor, after: Moments, settings: AdamSettings) -> Tensor:
-    """Return ``w − lr (decay w + m̂ / (√v̂ + ε))`` with ``m̂ = m' / (1 − β1^t)`` and ``v̂ = v' / (1 − β2^t)``."""
+    """Compute ``w − lr (decay w + m̂ / (√v̂ + ε))`` with ``m̂ = m' / (1 − β1^t)`` and ``v̂ = v' / (1 − β2^t)``."""
     one, two = settings.betas
     mean = after.first / (1.0 - one**after.count)
     spread = (after.second / (1.0 - two**after.count)).sqrt()
@@ -67,13 +67,13 @@ def next_weights(weights: Tensor, after: Moments, settings: AdamSettings) -> Ten
 
 
 def gradient_behind(before: Moments, after: Moments, settings: AdamSettings) -> Tensor:
-    """Return the gradient that led from one state to the next."""
+    """Recover the gradient from two consecutive states."""
     one = settings.betas[0]
     return (after.first - one * before.first) / (1.0 - one)
 
 
 def ratio_of(patterns: Mapping[str, float], name: str) -> float:
-    """Return the multiple of the learning rate that the first pattern gives which fits a name; 0 freezes a tensor."""
+    """Look up the learning rate ratio: the first matching pattern, else 1. A ratio of 0 freezes a tensor."""
     for pattern, ratio in patterns.items():
         if fnmatchcase(name, pattern):
             return ratio

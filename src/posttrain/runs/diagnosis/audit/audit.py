@@ -1,4 +1,4 @@
-"""The audit of one update of a run."""
+"""Audit one update."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from posttrain.runs.diagnosis.findings import RunFinding
 
 
 def audit_update(folder: Path, step: int) -> list[RunFinding]:
-    """Compute gradient and optimizer step of update ``step`` (from 1) again, and return what agrees and what does not.
+    """Recompute the gradient and optimizer step for update ``step`` (from 1), and compare them with the run.
 
-    It reads the checkpoint right before the update, its record, and the checkpoint behind it where there is one. The
-    forward pass is transformers' own, the loss that of the balances, and AdamW is computed in float64.
+    Reads the checkpoint right before the update, the update's record, and the checkpoint right after it if present.
+    Uses transformers' forward pass, the loss formulas from the balances, and AdamW in float64.
 
     Raises:
-        UsageError: the update cannot be audited; with the reason.
+        UsageError: the update cannot be audited. The message says why.
         DataError: a file is damaged.
     """
     material = open_material(folder, step)
@@ -29,13 +29,13 @@ def audit_update(folder: Path, step: int) -> list[RunFinding]:
         )
         compared = list(compare_all(material, computed))
     except MISFITS as error:
-        what = f"damaged: update {step}, its answers and its checkpoint do not fit together ({type(error).__name__})"
+        what = f"damaged: answers and checkpoint do not match update {step} ({type(error).__name__})"
         raise DataError(folder, what) from None
     found: list[RunFinding] = []
     for one in compared:
         check = f"audit: {one.check}"
         if one.agrees:
-            found.append(RunFinding("audit", check, step, one.expected, one.found, "it agrees"))
+            found.append(RunFinding("audit", check, step, one.expected, one.found, "they match"))
         else:
             found.append(RunFinding("fault", check, step, one.expected, one.found, one.decided_by, one.causes))
     return found

@@ -1,7 +1,7 @@
-"""Comparisons of a recomputed update with what a run recorded of it and with the checkpoint behind it.
+"""Compare a recomputed update with the run's record and the next checkpoint.
 
-Distances are of vectors, as shares of the size of the expected one. In fp32 two computations of a gradient differ by
-1e-6 to 1e-5 of it; where products or weights are coarser, by a few hundredths.
+Distances are between vectors, relative to the norm of the expected one. In fp32, two ways to compute a gradient differ
+by 1e-6 to 1e-5. With lower precision products or weights they differ by a few hundredths.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from posttrain.runs.diagnosis.audit.material import AuditMaterial
 
 @dataclass(frozen=True, slots=True)
 class AuditLimits:
-    """The largest shares that rounding explains: of a whole gradient, of one tensor of it, and of a step of weights.
+    """Largest relative differences explained by rounding: for the gradient, a single tensor, and the weight step.
 
-    A step has more, as Adam makes steps of one size from tiny gradients, too.
+    Steps get a larger limit because Adam scales tiny gradients up to full-size steps.
     """
 
     gradient: float
@@ -53,15 +53,15 @@ class AuditLimits:
 FINE, COARSE = (
     AuditLimits(2e-4, 2e-3, 1e-2),
     AuditLimits(0.1, 0.5, 0.5),
-)  # where numbers are fp32, and where some are coarser
-SMALL = 1e-3  # a tensor with less of the whole gradient is not looked at by itself
-OF_STATES = 1e-3  # of what is computed from two stored states: only storing rounds
+)  # fp32 everywhere, and partly lower precision
+SMALL = 1e-3  # smaller fractions of the gradient norm are not compared tensor by tensor
+OF_STATES = 1e-3  # for values computed from two stored states, where only storage rounds
 ROUNDING = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
 class AuditedNumber:
-    """One number of an audit: it agrees if ``gap`` is at most ``limit``. ``check``: what is compared."""
+    """One audited quantity, named by ``check``. It agrees if ``gap`` is at most ``limit``."""
 
     check: str
     gap: float
@@ -73,15 +73,15 @@ class AuditedNumber:
 
     @property
     def agrees(self) -> bool:
-        """True if both numbers are the same but for rounding; NaN never is."""
+        """True if both values agree within rounding; never for NaN."""
         return self.gap <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """The update by the formula, float64 by name: weights before and after, moments before and after.
+    """The expected update in float64, by parameter name: weights and moments before and after.
 
-    ``gradients`` are clipped. ``settings``: of each tensor.
+    ``gradients`` are clipped. ``settings``: AdamW settings by parameter name.
     """
 
     before: Mapping[str, Tensor]
@@ -93,7 +93,7 @@ class ExpectedStep:
 
 
 def expected_step(material: AuditMaterial, computed: Recomputed) -> ExpectedStep:
-    """Return the update that the recomputed gradient gives."""
+    """Compute the expected update from the recomputed gradient."""
     optimizer = optimizer_of(material.record)
     assert optimizer is not None, "refused before"
     rate = scheduled_rate(optimizer, material.record.step)
@@ -117,7 +117,7 @@ def expected_step(material: AuditMaterial, computed: Recomputed) -> ExpectedStep
 
 
 def _settings_of(optimizer: OptimizerFacts, weights: Tensor, rate: float) -> AdamSettings:
-    """Weight decay is of matrices, not of norms and biases."""
+    """Weight decay applies to matrices, not to norms and biases."""
     decay = 0.0
     if weights.ndim >= 2:
         decay = float(optimizer.options.get("weight_decay", 0.0))
@@ -126,7 +126,7 @@ def _settings_of(optimizer: OptimizerFacts, weights: Tensor, rate: float) -> Ada
 
 
 def compare_all(material: AuditMaterial, computed: Recomputed) -> Iterator[AuditedNumber]:
-    """Yield what agrees and what does not; what is nearest to a cause comes first."""
+    """Yield all comparisons, those closest to a root cause first."""
     step = expected_step(material, computed)
     limits = FINE
     recipe = material.recipe
@@ -143,10 +143,10 @@ def compare_all(material: AuditMaterial, computed: Recomputed) -> Iterator[Audit
 
 
 def _of_scores(material: AuditMaterial, computed: Recomputed) -> Iterator[AuditedNumber]:
-    """Sums of log-probabilities of each row, against those of the trainer's own forward pass."""
+    """Compare log-probability sums per row with the trainer's forward pass."""
     rows = material.record.rows
     assert rows is not None
-    largest = ratio_limit(material.record.facts.trainer_limit) / 4  # the mean of a row
+    largest = ratio_limit(material.record.facts.trainer_limit) / 4  # applies to the mean over a row
     pairs = [("forward", rows.logprob, computed.logprobs)]
     if computed.reference is not None:
         pairs.append(("reference", rows.reference, computed.reference))
@@ -160,10 +160,10 @@ def _of_scores(material: AuditMaterial, computed: Recomputed) -> Iterator[Audite
             check,
             worst,
             largest,
-            f"log-probabilities as transformers computes them, within {largest:.1e} nats per token",
-            f"a row that differs by {worst:.1e}",
-            ("the trainer's forward pass reads other positions, rows or weights", "the rows or a model have changed"),
-            "score one row with transformers from the checkpoint before the update",
+            f"transformers' log-probabilities, within {largest:.1e} nats per token",
+            f"one row differs by {worst:.1e}",
+            ("the trainer's forward pass uses wrong positions, rows or weights", "rows or model files changed since"),
+            "load the previous checkpoint in transformers and score one row",
         )
 
 
@@ -176,23 +176,23 @@ def _of_loss(material: AuditMaterial, computed: Recomputed, limits: AuditLimits)
         limits.gradient,
         f"a loss of {computed.loss:.7g}",
         f"{recorded:.7g}",
-        ("the sum has other weights or terms than the recipe says", "advantages or rows are others"),
-        "compute the loss of one row by hand with posttrain.losses",
+        ("the aggregation or a loss term differs from the recipe", "advantages or rows differ"),
+        "compute the loss on a single row with posttrain.losses",
     )
 
 
 def _of_recorded_gradient(
     material: AuditMaterial, computed: Recomputed, limits: AuditLimits
 ) -> Iterator[AuditedNumber]:
-    """Norm and directions of the gradient as the run recorded them, before it is clipped."""
+    """Compare norm and projections of the gradient with the recorded ones, before clipping."""
     measured = material.record.measured
     norm = norm_of(computed.gradients)
     causes = (
-        "a micro-batch gives no gradient, or one of another scale",
-        "gradients of the update before are still there",
-        "a layer gives none",
+        "a micro-batch contributes nothing, or with the wrong scale",
+        "gradients were not zeroed after the previous update",
+        "a layer contributes nothing",
     )
-    decide = "change train.micro_batch_tokens: the gradient of this update must stay"
+    decide = "change train.micro_batch_tokens: the gradient must not change"
     if "grad_norm" in measured:
         gap = abs(measured["grad_norm"] - norm) / max(norm, 1e-30)
         if norm == measured["grad_norm"]:
@@ -211,8 +211,8 @@ def _of_recorded_gradient(
         "gradient sample",
         _finite(share),
         limits.tensor,
-        f"{len(sample):,} sampled numbers of the gradient as they are computed",
-        f"a difference of {share:.1e} of their size",
+        f"{len(sample):,} recomputed gradient entries",
+        f"a relative difference of {share:.1e}",
         causes,
         decide,
     )
@@ -223,16 +223,16 @@ def _sample_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _of_recorded_step(material: AuditMaterial, step: ExpectedStep, limits: AuditLimits) -> Iterator[AuditedNumber]:
-    """The step of the weights as the run recorded it along a few directions."""
+    """Compare the weight step with its recorded projections."""
     steps = {name: after - step.before[name] for name, after in step.after.items()}
     sample = _sample_of(steps)
     measured = material.record.measured
     size = max(float(sample.square().mean().sqrt()), 1e-30)
     causes = (
-        "another learning rate, or a lost state of the optimizer",
-        "gradients are clipped in another way",
-        "weight decay is of other tensors",
-        "some weights are not updated",
+        "wrong learning rate, or lost optimizer state",
+        "gradients are clipped differently",
+        "weight decay applies to the wrong tensors",
+        "some weights were not updated",
     )
     distance = distance_along(OF_STEPS, measured, along_directions(OF_STEPS, sample))
     if distance is not None:
@@ -242,10 +242,10 @@ def _of_recorded_step(material: AuditMaterial, step: ExpectedStep, limits: Audit
             "step sample",
             _finite(share),
             limits.step,
-            f"{len(sample):,} sampled weights that move by {size:.3e} (root mean square)",
-            f"a difference of {share:.1e} of that",
+            f"a root-mean-square change of {size:.3e} in {len(sample):,} sampled weights",
+            f"a relative difference of {share:.1e}",
             causes,
-            "train with train.save_every 1 up to this update and audit it again: the weights behind it say more",
+            "retrain up to here with train.save_every 1 and repeat the audit: it then compares full weights",
         )
     elif "step_size" in measured:
         moving = sample[sample != 0]
@@ -257,17 +257,17 @@ def _of_recorded_step(material: AuditMaterial, step: ExpectedStep, limits: Audit
             "step size",
             _finite(gap),
             limits.step,
-            f"weights that move by {expected:.4e} (root mean square)",
+            f"a root-mean-square weight change of {expected:.4e}",
             f"{measured['step_size']:.4e}",
             causes,
-            "compare the weights of two checkpoints",
+            "compare weights between two checkpoints",
         )
 
 
 def _of_checkpoint(
     step: ExpectedStep, state: Mapping[str, Tensor], weights: Mapping[str, Tensor], limits: AuditLimits
 ) -> Iterator[AuditedNumber]:
-    """Adam's state and the weights in the checkpoint behind the update."""
+    """Compare Adam's state and the weights in the checkpoint after the update."""
     found: dict[str, Moments] = {}
     for name in step.before:
         known = read_moments(state, name)
@@ -282,26 +282,26 @@ def _of_checkpoint(
 
 def _counts(step: ExpectedStep, found: Mapping[str, Moments]) -> AuditedNumber:
     wrong = [n for n, m in step.next_moments.items() if n not in found or found[n].count != m.count]
-    seen = "as many in all tensors"
+    seen = "the same count in all tensors"
     if wrong:
         state = "none"
         if wrong[0] in found:
             state = f"{found[wrong[0]].count:g} updates"
-        seen = f"{len(wrong)} tensors with another state, the first {wrong[0]}: {state}"
+        seen = f"{len(wrong)} tensors with a different state, first {wrong[0]}: {state}"
     counts = sorted({m.count for m in step.next_moments.values()})
     return AuditedNumber(
         "Adam's count",
         float(len(wrong)),
         0.0,
-        f"Adam's state of {' or '.join(f'{one:g}' for one in counts)} updates in {len(step.before):,} tensors",
+        f"Adam's state after {' or '.join(f'{one:g}' for one in counts)} updates in {len(step.before):,} tensors",
         seen,
-        ("the state was lost", "some weights are not updated, or twice"),
-        "compare optimizer.safetensors of both checkpoints",
+        ("the state was lost", "some weights were skipped or updated twice"),
+        "compare optimizer.safetensors between both checkpoints",
     )
 
 
 def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The cosine of two vectors that are cut into tensors; 1 of two zeros."""
+    """Cosine similarity across two sets of tensors; 1 if both are zero."""
     product, squares = 0.0, [0.0, 0.0]
     for name, x in one.items():
         product += float((x * other[name]).sum())
@@ -313,7 +313,7 @@ def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 def _gradients(step: ExpectedStep, found: Mapping[str, Moments], limits: AuditLimits) -> AuditedNumber:
-    """The gradient behind the moments, which is clipped, tensor by tensor."""
+    """Compare the clipped gradient recovered from the moments, per tensor."""
     behind = {
         name: gradient_behind(step.moments[name], found.get(name, step.moments[name]), step.settings[name])
         for name in step.before
@@ -335,19 +335,19 @@ def _gradients(step: ExpectedStep, found: Mapping[str, Moments], limits: AuditLi
         _finite(gap),
         limits.gradient,
         f"a clipped gradient of norm {norm_of(step.gradients):.7g}",
-        f"norm {norm_of(behind):.7g}, cosine {cosine:.7f}, worst tensor {at or 'none'} ({worst:.1e} of its size)",
+        f"norm {norm_of(behind):.7g}, cosine {cosine:.7f}, worst tensor {at or 'none'} (off by {worst:.1e})",
         (
-            "a micro-batch gives no gradient, or one of another scale",
-            "gradients are clipped in another way, or not at all",
-            "gradients of the update before are still there",
-            "a layer gives none",
+            "a micro-batch contributes nothing, or with the wrong scale",
+            "gradients are clipped differently, or never",
+            "gradients were not zeroed after the previous update",
+            "a layer contributes nothing",
         ),
-        "recompute it with another train.micro_batch_tokens: it must stay",
+        "recompute with a different train.micro_batch_tokens: it must not change",
     )
 
 
 def _second_moments(step: ExpectedStep, found: Mapping[str, Moments]) -> AuditedNumber:
-    """The second moments against the squares of the gradient that the first moments have."""
+    """Compare second moments with the squared gradient recovered from the first moments."""
     worst, at = 0.0, ""
     for name, after in found.items():
         settings, before = step.settings[name], step.moments[name]
@@ -364,15 +364,15 @@ def _second_moments(step: ExpectedStep, found: Mapping[str, Moments]) -> Audited
         "second moments",
         _finite(worst),
         10 * OF_STATES,
-        "second moments that take up the square of the gradient",
-        f"{at or 'all'} with a difference of {worst:.1e} of it",
-        ("β2 is another one", "the state was lost or mixed up"),
-        "compare exp_avg_sq of both checkpoints",
+        "second moments updated with the squared gradient",
+        f"{at or 'all'} with a relative difference of {worst:.1e}",
+        ("wrong β2", "the state was lost or mixed up"),
+        "compare exp_avg_sq between both checkpoints",
     )
 
 
 def _weights(step: ExpectedStep, found: Mapping[str, Moments], weights: Mapping[str, Tensor]) -> AuditedNumber:
-    """The weights against those that the stored moments give: no gradient is needed for that."""
+    """Compare the weights with a step computed from the stored moments, which needs no gradient."""
     worst, at, ratio = 0.0, "", 1.0
     for name, before in step.before.items():
         after = found.get(name, step.next_moments[name])
@@ -386,27 +386,27 @@ def _weights(step: ExpectedStep, found: Mapping[str, Moments], weights: Mapping[
             gap = 0.0
         if not gap <= worst:
             worst, at, ratio = gap, name, float((now - before).norm()) / max(size, 1e-30)
-    shown = f"all as far as they are stored ({worst:.1e} of a step at most)"
+    shown = f"all equal within rounding (at most {worst:.1e} of a step)"
     if worst > OF_STATES:
-        shown = f"{at} with a difference of {worst:.1e} of its step (it moved {ratio:.3g} times as far)"
+        shown = f"{at} deviates by {worst:.1e} of the expected step (it moved {ratio:.3g} times as far)"
     return AuditedNumber(
         "weights",
         _finite(worst),
         OF_STATES,
-        "weights that move by lr (decay w + m̂ / (√v̂ + ε))",
+        "steps equal to lr (decay w + m̂ / (√v̂ + ε))",
         shown,
         (
-            "another learning rate",
-            "weight decay is of other tensors",
-            "some weights are not updated",
-            "the bias of the moments is not corrected",
+            "wrong learning rate",
+            "weight decay applies to the wrong tensors",
+            "some weights were not updated",
+            "missing bias correction",
         ),
-        "compute the step of one weight by hand from both checkpoints",
+        "pick a weight and compute its step from both checkpoints by hand",
     )
 
 
 def _whole_step(step: ExpectedStep, weights: Mapping[str, Tensor], limits: AuditLimits) -> AuditedNumber:
-    """The whole update: from the recomputed gradient to the weights behind it."""
+    """Compare the complete update, from the recomputed gradient to the new weights."""
     expected = {name: after - step.before[name] for name, after in step.after.items()}
     found = {name: weights[name].cpu().double() - before for name, before in step.before.items()}
     size = max(norm_of(expected), 1e-30)
@@ -417,10 +417,10 @@ def _whole_step(step: ExpectedStep, weights: Mapping[str, Tensor], limits: Audit
         "update",
         _finite(gap),
         limits.step,
-        f"a step of the weights of norm {norm_of(expected):.5e}",
+        f"a weight step with norm {norm_of(expected):.5e}",
         f"norm {norm_of(found):.5e}, cosine {_cosine(found, expected):.6f}",
-        ("what the comparisons before it name",),
-        "look at gradient, moments and weights",
+        ("see the preceding comparisons",),
+        "check gradient, moments and weights",
     )
 
 

@@ -1,8 +1,8 @@
-"""Loss and gradient of one update once more: transformers' own forward pass over one row at a time, without padding.
+"""Recompute loss and gradient for one update, using transformers' forward pass on single unpadded rows.
 
-The loss is a function of log-probabilities (``balances.losses``). Its derivatives by them are taken first, over the
-whole batch, and then one row after the other is computed again with gradients: ``Σ slope · log p`` has the gradient of
-the loss. So no graph of more than one row is ever in memory.
+The loss is a function of log-probabilities (``balances.losses``). First its derivatives with respect to them are taken
+over the full batch. Then each row runs again with gradients: ``Σ slope · log p`` has the same gradient as the loss.
+Memory therefore holds the graph for only one row.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from posttrain.balances.weights import expected_correction, expected_weights
 
 @dataclass(frozen=True, slots=True)
 class AuditedRows:
-    """The rows of an update: token ids of each with the positions that are trained, and numbers at these positions.
+    """The rows of an update: token ids, trained positions, and values at these positions.
 
-    sampler, old, advantages: one number for each trained position, by row; None where the loss reads none. ``old`` is
-    None, too, where it is that of the audited weights themselves. reads_reference: the loss does.
+    sampler, old, advantages: one value per trained position, by row; None if the loss does not use them. ``old`` is
+    also None if the audited weights provide it (``old_is_own``). reads_reference: the loss uses a reference model.
     """
 
     ids: Sequence[Sequence[int]]
@@ -38,16 +38,16 @@ class AuditedRows:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of trained tokens of each row, ``int64 [B]``."""
+        """Trained tokens per row, ``int64 [B]``."""
         return torch.tensor([len(one) for one in self.places])
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Loss and gradient of an update. ``size``: the sum of the sizes of its terms.
+    """Loss and gradient for an update. ``size``: sum of the absolute loss terms.
 
-    logprobs, reference: sums over the trained tokens of each row, float64 ``[B]``. gradients: float64 by name, not
-    clipped.
+    logprobs, reference: sums over trained tokens per row, float64 ``[B]``. gradients: float64 by name, before
+    clipping.
     """
 
     loss: float
@@ -58,7 +58,7 @@ class Recomputed:
 
 
 def score_row(model: Any, ids: Sequence[int], places: Sequence[int], temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies at the positions of one row, in float64 ``[N]``."""
+    """Score one row: log-probabilities and entropies at ``places``, each float64 ``[N]``."""
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
@@ -79,9 +79,9 @@ def recompute(
     temperature: float,
     reference: tuple[Any, AbstractContextManager[Any]] | None,
 ) -> Recomputed:
-    """Return the loss and the gradient of its trained weights, which have ``requires_grad``.
+    """Recompute the loss, and its gradient for all parameters with ``requires_grad``.
 
-    ``reference``: a model, and what it is asked inside of (an adapter that is switched off).
+    ``reference``: a model, and the context to run it in (which may disable an adapter).
     """
     logprobs, entropy = (torch.zeros(_shape(rows), dtype=torch.float64) for _ in range(2))
     of_reference: Tensor | None = None
@@ -108,7 +108,7 @@ def _shape(rows: AuditedRows) -> tuple[int, int]:
 
 
 def _padded(rows: AuditedRows, values: Sequence[Sequence[float]] | None) -> Tensor | None:
-    """Numbers at trained positions as ``float64 [B, T]``, T being the largest number of them; 0 behind."""
+    """Pad values at trained positions with zeros to ``float64 [B, T]``, T being the largest count."""
     if values is None:
         return None
     result = torch.zeros(_shape(rows), dtype=torch.float64)
@@ -118,7 +118,7 @@ def _padded(rows: AuditedRows, values: Sequence[Sequence[float]] | None) -> Tens
 
 
 def _inputs_of(rows: AuditedRows, logprobs: Tensor, entropy: Tensor, reference: Tensor | None) -> LossInputs:
-    """The inputs of the loss at trained tokens alone: the positions between them are left out."""
+    """Build loss inputs for trained tokens only; untrained positions are dropped."""
     mask = torch.arange(logprobs.shape[1]) < rows.lengths[:, None]
     old = _padded(rows, rows.old)
     if rows.old_is_own:
@@ -135,7 +135,7 @@ def _inputs_of(rows: AuditedRows, logprobs: Tensor, entropy: Tensor, reference: 
 
 
 def _slopes_of(inputs: LossInputs, facts: UpdateFacts) -> tuple[float, float, tuple[Tensor, Tensor]]:
-    """The loss, the sum of the sizes of its terms, and its derivatives by log-probabilities and entropies."""
+    """Compute the loss, the absolute sum of its terms, and its derivatives by log-probabilities and entropies."""
     assert inputs.entropy is not None
     with torch.enable_grad():
         computed = expected_values(facts.objective, inputs)
@@ -170,7 +170,7 @@ def _weights_of(inputs: LossInputs, facts: UpdateFacts) -> Tensor:
 
 
 def _backward(model: Any, rows: AuditedRows, temperature: float, slopes: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """The gradients of ``Σ slope · log p``, row by row."""
+    """Accumulate the gradient of ``Σ slope · log p``, row by row."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
     for row, (ids, places) in enumerate(zip(rows.ids, rows.places, strict=True)):
@@ -188,5 +188,5 @@ def _backward(model: Any, rows: AuditedRows, temperature: float, slopes: tuple[T
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the norm of all gradients together."""
+    """Compute the global gradient norm."""
     return float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())

@@ -1,6 +1,6 @@
-"""The material of an audit: the record of an update, its rows, and the weights before and after it.
+"""Load everything that an audit needs: the update's record and rows, and the weights before and after it.
 
-Says by name why an update cannot be audited. What is read may be from an untrusted source.
+Refuses updates that cannot be audited, naming the cause. Inputs may be untrusted.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from posttrain.training.sources.stored import read_batch
 from posttrain.untrusted import kind_of_file
 
 READ_NO_ADVANTAGE = ("cross_entropy", "dft")
-# Read a teacher, answers to other prompts, or tokens drawn at random, of which a run keeps nothing.
+# These read a teacher, completions for other prompts, or randomly drawn tokens, none of which a run stores.
 READ_MORE = frozenset({"kto", "on_policy_distillation", "clip_cov", "kl_cov"})
 NUM_STEPS_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class AuditMaterial:
-    """The parts that an update is computed from once more.
+    """Everything needed to recompute an update.
 
-    model: with the weights before it, in which those that are trained have ``requires_grad``. state: of the optimizer
-    before it, by name as in ``optimizer.safetensors`` (empty before the first update). after: the checkpoint behind
-    the update, where there is one, with its weights. reference: see ``gradient.recompute``.
+    model: weights before the update; trained parameters have ``requires_grad``. state: optimizer state before the
+    update, named as in ``optimizer.safetensors`` (empty before the first update). after: optimizer state and weights
+    from the checkpoint after the update, if present. reference: see ``gradient.recompute``.
     """
 
     recipe: Recipe
@@ -63,10 +63,10 @@ class AuditMaterial:
 
 
 def open_material(folder: Path, step: int) -> AuditMaterial:
-    """Return what an audit of update ``step`` reads.
+    """Load the material for auditing update ``step``.
 
     Raises:
-        UsageError: it cannot be audited; with the reason, and the steps that can be.
+        UsageError: it cannot be audited. The message says why, and which steps can be.
         DataError: a file is damaged.
     """
     directory = RunDirectory(folder)
@@ -105,17 +105,16 @@ def _read_facts(folder: Path) -> UpdateFacts:
         facts = read_facts(RolloutStore(path, read_only=True))
     if facts is None:
         raise UsageError(
-            f"--audit: {folder} has no records of its updates, which an audit compares with. Train it again with this "
-            "version"
+            f"--audit: {folder} contains no update records to compare with. Retrain the run with this posttrain version"
         )
     return facts
 
 
 def _refuse_kind(recipe: Recipe, facts: UpdateFacts, step: int) -> None:
-    """Refuse a run whose gradient plain code cannot compute again.
+    """Refuse a run whose gradient plain code cannot recompute.
 
     Raises:
-        UsageError: with the key, and the reason.
+        UsageError: names the key and the reason.
     """
     for key, why in _reasons(recipe, facts):
         raise _refusal(step, f"{key}: {why}, so this run cannot be audited. Its balances are checked without --audit")
@@ -125,34 +124,34 @@ def _reasons(recipe: Recipe, facts: UpdateFacts) -> Iterator[tuple[str, str]]:
     name = facts.objective.name
     aggregations, corrections = formulas_of_weights()
     if recipe.scale.processes > 1 or recipe.scale.launcher == "ray":
-        yield "scale", "its updates are sums of several processes"
+        yield "scale", "updates are summed over several processes"
     if facts.optimizer is None or facts.optimizer.name != "adamw":
-        yield "optimizer", f"{recipe.optimizer.name!r} is not adamw, whose formula the audit has"
+        yield "optimizer", f"{recipe.optimizer.name!r} is not adamw, the only supported optimizer"
     if recipe.model.load_bits is not None:
-        yield "model.load_bits", "the base is quantized, and its rounded products are no part of a formula"
+        yield "model.load_bits", "quantized matrix products cannot be reproduced by a formula"
     if recipe.model.trust_remote_code:
-        yield "model.trust_remote_code", "the model is Python of its own"
+        yield "model.trust_remote_code", "the model uses custom Python code"
     if name in OF_A_HEAD or recipe.head is not None:
-        yield "objective", f"{name!r} trains a head or a critic next to the model"
+        yield "objective", f"{name!r} trains an additional head or critic"
     if name in OF_DISTRIBUTIONS:
-        yield "objective", f"{name!r} compares whole distributions, which no record keeps"
+        yield "objective", f"{name!r} compares full distributions, which are not recorded"
     if name in READ_MORE:
-        yield "objective", f"{name!r} reads a teacher, a baseline or drawn tokens that no record keeps"
+        yield "objective", f"{name!r} uses a teacher, a baseline or random tokens, which are not recorded"
     if name not in formulas_of_losses():
-        yield "objective", f"{name!r} is from outside, and has no second formula"
+        yield "objective", f"{name!r} is custom and lacks a reference formula"
     if facts.aggregation.name not in aggregations:
-        yield "aggregate", f"{facts.aggregation.name!r} is from outside, and has no second formula"
+        yield "aggregate", f"{facts.aggregation.name!r} is custom and lacks a reference formula"
     if facts.correction is not None and facts.correction.name not in corrections:
-        yield "correction", f"{facts.correction.name!r} is from outside, and has no second formula"
+        yield "correction", f"{facts.correction.name!r} is custom and lacks a reference formula"
     sampling = facts.sampling
     if facts.masks:
-        yield "masks", "tokens are masked by numbers that no record keeps"
+        yield "masks", "token masks depend on values that are not recorded"
     if sampling is not None and sampling.masks_truncated and sampling.divides_all:
-        yield "rollout.truncated_divisor", "means are over answers, too, that are not among the rows of the update"
+        yield "rollout.truncated_divisor", "averages include answers outside the update's rows"
     if sampling is not None and sampling.replays:
-        yield "rollout.top_k", "log-probabilities are over the sets of tokens that were sampled from"
+        yield "rollout.top_k", "log-probabilities are normalized over sampled token sets"
     if facts.has_dropout or (recipe.model.adapter is not None and recipe.model.adapter.dropout):
-        yield "model.adapter.dropout", "dropout drops numbers at random"
+        yield "model.adapter.dropout", "dropout is random"
 
 
 def _record_of(folder: Path, recipe: Recipe, step: int) -> StepRecord:
@@ -165,60 +164,60 @@ def _record_of(folder: Path, recipe: Recipe, step: int) -> StepRecord:
             found = record
             break
     if found is None and step > last:
-        raise _refusal(step, f"the records of {folder} end with update {last}. {_shown(folder, recipe)}")
+        raise _refusal(step, f"{folder} has records only up to update {last}. {_shown(folder, recipe)}")
     if found is None or found.rows is None or not len(found.rows):
-        raise _refusal(step, "this update trained on nothing, so there is no gradient. Give another step")
+        raise _refusal(step, "the update trained on no rows, so it has no gradient. Choose a different step")
     if "changed" in found.measured:
-        raise _refusal(step, "rewards or prompts of this update were changed by what-if. Give another step")
+        raise _refusal(step, "what-if changed rewards or prompts in this step. Choose a different step")
     return found
 
 
 def _shown(folder: Path, recipe: Recipe, but: int = 0) -> str:
-    """The updates that can be audited: those behind a checkpoint, and the first of a run that began with a model."""
+    """List auditable updates: one after each checkpoint, and the first if training began from a stored model."""
     last = RolloutStore(folder / "rollouts.db", read_only=True).last_update()
     steps = [step + 1 for step in checkpoint_steps(folder / "checkpoints") if last is not None and step < last.step]
     if recipe.model.init is None:
         steps = [1, *steps]
     shown = ", ".join(str(step) for step in steps[:NUM_STEPS_SHOWN] if step != but)
     if not shown:
-        return "No update can be audited: it takes a checkpoint right before it (train.save_every)"
+        return "No update can be audited: each needs a checkpoint from the previous step (train.save_every)"
     if len(steps) > NUM_STEPS_SHOWN:
         shown = f"{shown}, ..."
     return f"Updates that can be audited: {shown}"
 
 
 def _checkpoint_before(directory: RunDirectory, recipe: Recipe, step: int, *, knows_length: bool) -> Checkpoint | None:
-    """Return the checkpoint of the step before; None before the first update.
+    """Load the checkpoint before ``step``; None before the first update.
 
-    ``knows_length``: the record has the number of steps that the run had then; a resumed run may be longer.
+    ``knows_length``: the record includes the run's number of steps at that time; a resumed run may be longer.
 
     Raises:
-        UsageError: there is none, or the run went on with another recipe.
-        CheckpointError: it is damaged.
+        UsageError: no such checkpoint, or the run continued with a different recipe.
+        CheckpointError: the checkpoint is damaged.
     """
     if step == 1 and recipe.model.init is None:
         return None
     folder = directory.folder / "checkpoints"
     if step - 1 not in checkpoint_steps(folder):
-        why = f"there is no checkpoint of step {step - 1}, right before it"
+        why = f"the checkpoint from step {step - 1} is missing"
         if step == 1:
-            why = "model.init: the run began with weights drawn at random, which are in no checkpoint"
+            why = "model.init: the initial random weights were not saved"
         raise _refusal(step, f"{why}. {_shown(directory.folder, recipe, step)}")
     checkpoint = load_checkpoint(folder, step - 1)
     assert checkpoint is not None, "a step was named"
     if checkpoint.state.get("processes", 1) != 1 or not isinstance(checkpoint.optimizer, dict):
-        raise _refusal(step, f"the checkpoint of step {step - 1} was saved by several processes. Give another step")
+        raise _refusal(step, f"several processes saved the checkpoint at step {step - 1}. Choose a different step")
     settings = checkpoint.state.get("settings")
     if isinstance(settings, Mapping):
         changed = directory.changed_keys(recipe, settings)
         if hard_changes(changed) or (changed and not knows_length):
             lines = "; ".join(changed_lines(changed))
-            raise _refusal(step, f"the run went on with another recipe than at step {step - 1} ({lines})")
+            raise _refusal(step, f"the recipe changed after step {step - 1} ({lines})")
     return checkpoint
 
 
 def _load_before(recipe: Recipe, section: ModelSection, before: Checkpoint | None) -> LoadedModel:
-    """The model with the weights before the update."""
+    """Load the model with the weights before the update."""
     if before is not None:
         return load_model(_section_of(section, before.path), seed=recipe.train.seed)
     loaded = load_model(section, seed=recipe.train.seed)
@@ -236,7 +235,7 @@ def _section_of(section: ModelSection, path: Path) -> ModelSection:
 def _read_after(
     folder: Path, section: ModelSection, step: int
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None:
-    """The optimizer's state and the weights behind the update, where a checkpoint has them."""
+    """Load optimizer state and weights after the update; None without a checkpoint."""
     if step not in checkpoint_steps(folder / "checkpoints"):
         return None
     checkpoint = load_checkpoint(folder / "checkpoints", step)
@@ -250,22 +249,22 @@ def _read_after(
 def _reference(
     recipe: Recipe, section: ModelSection, model: Any, before: Checkpoint | None
 ) -> tuple[Any, AbstractContextManager[Any]]:
-    """The model that the run began with: the base of a new adapter, or the start once more."""
+    """Load the initial model: the base under a new adapter, or the starting weights again."""
     if recipe.model.adapter is not None and has_adapter(model):
         return model, model.disable_adapter()
     if before is None:
         return model, nullcontext()
     if recipe.model.init is not None:
         raise UsageError(
-            "--audit: model.init: the reference has weights drawn at random, which are in no checkpoint, so this run "
-            "cannot be audited"
+            "--audit: model.init: the reference model's initial random weights were not saved, so this run cannot be "
+            "audited"
         )
     start = load_model(section, seed=recipe.train.seed)
     began = before.state.get("model")
     if began not in (None, Path(start.source).name):
         raise UsageError(
-            f"--audit: model.name: {recipe.model.name!r} stood for {began} when this run began, and stands for "
-            f"{Path(start.source).name} now, so the reference is another one. Give a run whose start is still there"
+            f"--audit: model.name: {recipe.model.name!r} was {began} when this run started, and is now "
+            f"{Path(start.source).name}, so the reference differs. Choose a run whose initial model still exists"
         )
     return start.model.requires_grad_(False), nullcontext()
 
@@ -284,7 +283,7 @@ def _rows_of(recipe: Recipe, record: StepRecord, loaded: LoadedModel, before: Ch
         return _given_rows(recipe, record, loaded, reads_reference)
     chosen = [record.answers[place] for place in record.rows.answers.tolist() if 0 <= place < len(record.answers)]
     if len(chosen) != len(record.rows):
-        raise _refusal(record.step, "not all answers of this update are in rollouts.db. Give another step")
+        raise _refusal(record.step, "rollouts.db is missing answers from this step. Choose a different step")
     sampler: list[list[float]] | None = None
     if all(answer.logprobs is not None for answer in chosen):
         sampler = [own_logprobs(answer) for answer in chosen]
@@ -307,7 +306,7 @@ def _rows_of(recipe: Recipe, record: StepRecord, loaded: LoadedModel, before: Ch
 
 
 def _advantages(record: StepRecord, chosen: Sequence[SampledAnswer]) -> list[list[float]] | None:
-    """The advantages at the trained tokens of each row, from its rewards; else as recorded, where a row has one."""
+    """Collect advantages at trained tokens per row, recomputed from rewards if possible, else as recorded."""
     facts = record.facts
     if facts.level != "token" or facts.objective.name in READ_NO_ADVANTAGE:
         return None
@@ -324,8 +323,8 @@ def _advantages(record: StepRecord, chosen: Sequence[SampledAnswer]) -> list[lis
             if float(rows.uneven[row]) or bool(rows.advantage[row].isnan()):
                 raise _refusal(
                     record.step,
-                    f"advantage: {_name(facts)!r} gives each token one, of numbers that no record keeps, so this "
-                    "run cannot be audited",
+                    f"advantage: {_name(facts)!r} computes token-level values from numbers that are not recorded, so "
+                    "this run cannot be audited",
                 )
             values = [float(rows.advantage[row])]
         if len(values) == 1:
@@ -341,7 +340,7 @@ def _name(facts: UpdateFacts) -> str:
 
 
 def _old_of_buffer(record: StepRecord, loaded: LoadedModel, before: Checkpoint | None) -> list[list[float]]:
-    """The trainer's log-probabilities of the first pass over the batch, which a checkpoint within it has."""
+    """Read the trainer's log-probabilities from the first pass over the batch, stored in a mid-batch checkpoint."""
     rows = record.rows
     assert rows is not None
     buffer = before.rollout_buffer if before is not None else None
@@ -357,13 +356,13 @@ def _old_of_buffer(record: StepRecord, loaded: LoadedModel, before: Checkpoint |
     except (AssertionError, KeyError, ValueError):
         raise _refusal(
             record.step,
-            f"the checkpoint of step {record.step - 1} has not the log-probabilities of the batch that this update "
-            "goes on with. Give the first update of a batch",
+            f"the checkpoint at step {record.step - 1} lacks the log-probabilities for the current batch. Choose the "
+            "first update on a batch",
         ) from None
 
 
 def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel, reads_reference: bool) -> AuditedRows:
-    """The rows of a data set, encoded as the run encoded them."""
+    """Encode the rows of a data set exactly as the run did."""
     from posttrain.data.base import build_task
     from posttrain.data.render.template import build_template
     from posttrain.data.rendered import take_rendered
@@ -383,16 +382,16 @@ def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel, reads_r
     )
     draw = source(record.step)
     batch = draw.batch
-    assert batch is not None, "data have rows for each step"
+    assert batch is not None, "data sets have rows for each step"
     ids = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)]
     return AuditedRows(ids, [one.places for one in draw.given], reads_reference=reads_reference)
 
 
 def _compare_rows(record: StepRecord, rows: AuditedRows, step: int) -> None:
-    """Refuse rows that are not those of the record: the data, or the code that encodes them, are others now.
+    """Check that the rows match the record; data or encoding may have changed since.
 
     Raises:
-        UsageError: they are.
+        UsageError: they do not match.
     """
     assert record.rows is not None
     places = torch.tensor([sum(one) for one in rows.places])
@@ -400,6 +399,6 @@ def _compare_rows(record: StepRecord, rows: AuditedRows, step: int) -> None:
     if not same:
         raise _refusal(
             step,
-            "the rows of this update are not those that its record counts tokens of: the data or their template have "
-            "changed since. Give the run what it was trained on",
+            "token counts in the record do not match the data: data or template changed since. Restore the original "
+            "training data",
         )

@@ -1,1 +1,1 @@
-"""Records of other trainers: rows of TRL and NeMo RL in one form, and the balances that they allow."""
+"""Records from TRL and NeMo RL in a common form, and the balances that they support."""

@@ -1,4 +1,4 @@
-"""Balances of another trainer's records: groups, rewards, advantages, passes, log-probabilities and tokens."""
+"""Balances for records from other trainers: groups, rewards, advantages, epochs, log-probabilities and tokens."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from posttrain.runs.diagnosis.others.rows import ForeignAnswer, ForeignRecords
 from posttrain.runs.diagnosis.others.trl import read_trl
 
 READERS = {"trl": read_trl, "nemo-rl": read_nemo_rl}
-ADVANTAGE_LIMIT = 1e-3  # of advantages in fp32, which a standard deviation near 0 has divided
-OF_EQUAL = 0.05  # of advantages of equal rewards, whose mean is rounded and divided by 1e-6
-NOTABLE_KL = 1e-3  # nats per token, of a sampler in bf16 1e-5 to 1e-4
+ADVANTAGE_LIMIT = 1e-3  # for fp32 advantages divided by a standard deviation near 0
+OF_EQUAL = 0.05  # for advantages of equal rewards: a rounded mean divided by 1e-6
+NOTABLE_KL = 1e-3  # nats per token; a bf16 sampler has 1e-5 to 1e-4
 LARGEST_RATIO = 20.0
-AnswersByBatch = Sequence[Sequence[Sequence[ForeignAnswer]]]  # by batch, then by group
+AnswersByBatch = Sequence[Sequence[Sequence[ForeignAnswer]]]  # nested by batch, then group
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignDiagnosis:
-    """The findings about another trainer's records, faults first."""
+    """Findings about records from a different trainer, faults first."""
 
     num_answers: int
     num_batches: int
     findings: tuple[RunFinding, ...]
 
     def of(self, kind: str) -> list[RunFinding]:
-        """Return the findings of a kind."""
+        """Select findings by kind."""
         return [one for one in self.findings if one.kind == kind]
 
 
 def diagnose_records(path: Path, trainer: str) -> ForeignDiagnosis:
-    """Read the records of ``trainer`` (a key of ``READERS``), and return what balances and what does not.
+    """Check the records of ``trainer`` (a key of ``READERS``).
 
     Raises:
         UsageError: no such file. DataError: a damaged line or a missing column.
@@ -55,7 +55,7 @@ def diagnose_records(path: Path, trainer: str) -> ForeignDiagnosis:
 
 
 def _missing(name: str) -> RunFinding:
-    return explanation("records", "all columns", f"missing: {name}", "what they would say is not checked")
+    return explanation("records", "all columns", f"missing: {name}", "checks that need them were skipped")
 
 
 def _fault(check: str, step: int, expected: str, found: str, count: int = 1) -> RunFinding:
@@ -64,20 +64,20 @@ def _fault(check: str, step: int, expected: str, found: str, count: int = 1) -> 
 
 
 def _agrees(check: str, expected: str, found: str, count: int) -> RunFinding:
-    return RunFinding("audit", check, None, expected, found, "it agrees", num_updates=count)
+    return RunFinding("audit", check, None, expected, found, "they match", num_updates=count)
 
 
 def _rewards(answers: Sequence[ForeignAnswer]) -> Iterator[RunFinding]:
-    """Answers that no reward function says anything of."""
+    """Report completions without any reward."""
     silent = [one for one in answers if all(x is None for x in one.parts.values())]
     if silent:
-        share = f"{len(silent):,} of {len(answers):,} answers have none (or NaN)"
-        decide = "look at what the reward functions return for these answers"
-        yield level("reward", "a reward of each answer", share, decide, silent[0].step)
+        share = f"{len(silent):,} of {len(answers):,} answers without one (or NaN)"
+        decide = "check the reward functions' return values for these answers"
+        yield level("reward", "a reward for each answer", share, decide, silent[0].step)
 
 
 def groups_of(batch: Sequence[ForeignAnswer]) -> list[list[ForeignAnswer]]:
-    """Return the groups of a batch: of the size that the trainer was told, else answers to one prompt in a row."""
+    """Split a batch into groups: by the recorded group size, else by consecutive completions for one prompt."""
     size = batch[0].group_size
     if size is not None and size > 0:
         return [list(batch[start : start + size]) for start in range(0, len(batch), size)]
@@ -85,7 +85,7 @@ def groups_of(batch: Sequence[ForeignAnswer]) -> list[list[ForeignAnswer]]:
 
 
 def _group_findings(batches: Sequence[Sequence[ForeignAnswer]]) -> Iterator[RunFinding]:
-    """Groups are whole, and of one prompt; of a table their size is the one that most have."""
+    """Check that groups are complete and share one prompt. Tables use the most common size."""
     if not any(one.prompt for batch in batches for one in batch):
         return
     sizes = Counter(len(group) for batch in batches for group in groups_of(batch))
@@ -102,22 +102,22 @@ def _group_findings(batches: Sequence[Sequence[ForeignAnswer]]) -> Iterator[RunF
             if not is_whole or len({one.prompt for one in group}) > 1:
                 broken.append(group[0].step)
     if broken:
-        what = f"groups of {usual} answers to one prompt"
-        yield _fault("groups", broken[0], what, f"{len(broken)} of {number} that are not", len(broken))
+        what = f"groups of {usual} answers per prompt"
+        yield _fault("groups", broken[0], what, f"{len(broken)} of {number} groups differ", len(broken))
     elif usual == 1:
-        decide = "compare num_generations with the rows of one prompt, and their order"
-        yield level("groups", "several answers to a prompt in a row", "groups of one answer", decide)
+        decide = "compare num_generations with the number and order of rows per prompt"
+        yield level("groups", "consecutive answers to each prompt", "single answers", decide)
     else:
-        yield _agrees("groups", f"groups of {usual} answers to one prompt", f"{number} of them", len(batches))
+        yield _agrees("groups", f"groups of {usual} answers per prompt", f"{number} groups", len(batches))
 
 
 def _advantages(records: ForeignRecords, batches: Sequence[Sequence[ForeignAnswer]]) -> Iterator[RunFinding]:
-    """Advantages are those of one known formula, in all groups."""
+    """Check that all groups follow one known advantage formula."""
     if any(one.advantage is None for one in records.answers) and all(one.advantage is None for one in records.answers):
         return
     if any(one.uneven for one in records.answers):
-        why = "the tokens of an answer have several advantages, whose rewards are not recorded"
-        yield explanation("advantage", "one advantage of an answer", "several", why)
+        why = "advantages differ between tokens, and their token-level rewards are not recorded"
+        yield explanation("advantage", "one advantage per answer", "several", why)
         return
     whole = [[group for group in groups_of(batch) if _is_usable(group)] for batch in batches]
     whole = [groups for groups in whole if groups]
@@ -144,7 +144,7 @@ def _advantages(records: ForeignRecords, batches: Sequence[Sequence[ForeignAnswe
         yield _agrees("advantage", f"rewards{shown} {name}", f"{number} groups", len(batches))
         return
     step, expected, found = worst
-    what = f"{expected:.5g} of the worst answer (rewards{shown} {name})"
+    what = f"{expected:.5g} for the worst answer (rewards{shown} {name})"
     yield _fault("advantage", step, what, f"{found:.5g}; {wrong} of {number} groups differ", wrong)
 
 
@@ -159,14 +159,14 @@ def _with_weights(whole: AnswersByBatch, names: Sequence[str], weights: Sequence
 
 
 def _fit(whole: AnswersByBatch, names: Sequence[str]) -> list[list[float]]:
-    """Weights of the rewards of a table that does not say them."""
+    """Fit reward weights for tables that do not record them."""
     groups = [group for one in whole for group in one]
     columns: list[Groups] = [[[one.parts[name] or 0.0 for one in group] for group in groups] for name in names]
     return fitted_weights(columns, [[one.advantage or 0.0 for one in group] for group in groups])
 
 
 def _best(whole: AnswersByBatch) -> tuple[str, int, tuple[int, float, float]]:
-    """The formula that fits most groups: its name, the number of groups that differ, and the worst answer."""
+    """Find the best matching formula: name, number of differing groups, worst completion."""
     best: tuple[str, int, tuple[int, float, float]] | None = None
     for name, formula in FORMULAS.items():
         wrong = 0
@@ -192,7 +192,7 @@ def _best(whole: AnswersByBatch) -> tuple[str, int, tuple[int, float, float]]:
 
 
 def _prompts(batches: Sequence[Sequence[ForeignAnswer]]) -> Iterator[RunFinding]:
-    """A prompt comes once in a batch, and once in a pass where passes are recorded."""
+    """Check that prompts are unique within a batch, and within an epoch if recorded."""
     if not any(one.prompt for batch in batches for one in batch):
         return
     twice: list[int] = []
@@ -213,18 +213,18 @@ def _prompts(batches: Sequence[Sequence[ForeignAnswer]]) -> Iterator[RunFinding]
         elif before & set(prompts):
             followed.append(batch[0].step)
         before = set(prompts)
-    decide = "count equal rows of the data set: without any, the order of the prompts repeats"
+    decide = "check the data for duplicates: if it has none, prompts are repeated by the sampler"
     for steps, expected in (
-        (twice, "each prompt once in a batch"),
-        (repeated, "each prompt once in a pass over the data"),
-        (followed, "other prompts in each batch than in the one before"),
+        (twice, "each prompt once per batch"),
+        (repeated, "each prompt once per epoch"),
+        (followed, "no overlap between consecutive batches"),
     ):
         if steps:
-            yield level("prompts", expected, f"prompts that come again in {len(steps)} batches", decide, steps[0])
+            yield level("prompts", expected, f"repeated prompts in {len(steps)} batches", decide, steps[0])
 
 
 def _mismatch(answers: Sequence[ForeignAnswer]) -> Iterator[RunFinding]:
-    """The KL from sampler to trainer (k3), over all tokens of a step."""
+    """Compute the KL from sampler to trainer (k3) over all tokens in a step."""
     worst, at, total = 0.0, 0, 0
     for step, members in groupby(answers, key=lambda one: one.step):
         terms: list[float] = []
@@ -243,14 +243,14 @@ def _mismatch(answers: Sequence[ForeignAnswer]) -> Iterator[RunFinding]:
     if worst > LARGEST_KL:
         yield _fault("sampler", at, f"a KL from sampler to trainer of at most {LARGEST_KL:g}", found)
     elif worst > NOTABLE_KL:
-        decide = "a sampler in bf16 has 1e-5 to 1e-4, one in 8 bits 1e-3: compare the types of both"
+        decide = "typical values are 1e-5 to 1e-4 for a bf16 sampler and 1e-3 for 8 bits: compare both dtypes"
         yield level("sampler", f"a KL from sampler to trainer of at most {NOTABLE_KL:g}", found, decide, at)
     else:
         yield _agrees("sampler", f"a KL from sampler to trainer of at most {NOTABLE_KL:g}", found, total)
 
 
 def _tokens(answers: Sequence[ForeignAnswer]) -> Iterator[RunFinding]:
-    """All tokens that the model wrote are trained, the one that ends an answer included, and no padding."""
+    """Check that the loss covers all generated tokens, including the end token, but no padding."""
     wrong = [
         one for one in answers if one.trained is not None and one.written is not None and one.trained != one.written
     ]
@@ -258,10 +258,10 @@ def _tokens(answers: Sequence[ForeignAnswer]) -> Iterator[RunFinding]:
         first = wrong[0]
         found = f"{first.trained} of {first.written} in the first of {len(wrong):,} answers"
         if first.trained == 0 and all(one.trained == 0 for one in wrong):
-            why = "an answer without a trained token was left out of the loss (mask_truncated_completions)"
-            yield explanation("tokens", "answers that are trained", f"{len(wrong):,} that are not", why, first.step)
+            why = "answers without trained tokens were masked from the loss (mask_truncated_completions)"
+            yield explanation("tokens", "trained answers", f"{len(wrong):,} untrained", why, first.step)
             return
-        yield _fault("tokens", first.step, "as many trained tokens as the model wrote", found, len(wrong))
+        yield _fault("tokens", first.step, "all generated tokens trained", found, len(wrong))
     elif any(one.trained is not None for one in answers):
         total = sum(one.trained or 0 for one in answers)
-        yield _agrees("tokens", "as many trained tokens as the model wrote", f"{total:,}", len(answers))
+        yield _agrees("tokens", "all generated tokens trained", f"{total:,}", len(answers))

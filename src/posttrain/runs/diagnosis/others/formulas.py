@@ -1,7 +1,8 @@
-"""Advantages as other trainers compute them from the rewards of groups.
+"""Group advantage formulas in other trainers.
 
-TRL: r − mean of the group, over its standard deviation (unbiased, + 1e-4), that of the batch, or as it is. NeMo RL: r −
-mean of the others or of all, over the standard deviation of the same (+ 1e-6), or as it is.
+TRL: reward minus group mean, divided by the group's standard deviation (unbiased, + 1e-4), by the batch's, or
+unscaled. NeMo RL: reward minus the leave-one-out or full group mean, divided by the matching standard deviation (+
+1e-6), or unscaled.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def _of_each(centre: Callable[[Sequence[float]], list[float]]) -> OfRewards:
 
 
 def _over_own(lost: int, epsilon: float) -> OfRewards:
-    """Centred by the group's mean, over its standard deviation."""
+    """Center by the group mean, and divide by the group's standard deviation."""
     return lambda groups: [[x / (_spread(group, lost) + epsilon) for x in _centred(group)] for group in groups]
 
 
 def _over_others(lost: int) -> OfRewards:
-    """Centred by the mean of the others, over their standard deviation, where that is not 0."""
+    """Center by the leave-one-out mean, and divide by the leave-one-out standard deviation unless 0."""
 
     def scaled(group: Sequence[float]) -> list[float]:
         values = _less_others(group)
@@ -67,24 +68,25 @@ def _over_batch(groups: Groups) -> list[list[float]]:
 
 
 FORMULAS: dict[str, OfRewards] = {
-    "less the mean of the group, over its standard deviation": _over_own(1, 1e-4),
-    "less the mean of the group": _of_each(_centred),
-    "less the mean of the group, over the standard deviation of the batch": _over_batch,
-    "less the mean of the group, over its standard deviation + 1e-6": _over_own(1, 1e-6),
-    "less the mean of the group, over its standard deviation of N": _over_own(0, 1e-6),
-    "less the mean of the others": _of_each(_less_others),
-    "less the mean of the others, over their standard deviation": _over_others(1),
-    "less the mean of the others, over their standard deviation of N": _over_others(0),
-    "as they are": _raw,
+    "minus group mean, divided by group standard deviation": _over_own(1, 1e-4),
+    "minus group mean": _of_each(_centred),
+    "minus group mean, divided by batch standard deviation": _over_batch,
+    "minus group mean, divided by group standard deviation + 1e-6": _over_own(1, 1e-6),
+    "minus group mean, divided by biased group standard deviation": _over_own(0, 1e-6),
+    "minus leave-one-out mean": _of_each(_less_others),
+    "minus leave-one-out mean, divided by leave-one-out standard deviation": _over_others(1),
+    "minus leave-one-out mean, divided by biased leave-one-out standard deviation": _over_others(0),
+    "unchanged": _raw,
 }
 
 
 def fitted_weights(columns: Sequence[Groups], advantages: Groups) -> list[list[float]]:
-    """Return weights of K reward columns with which advantages are differences of their sum, up to a scale per group.
+    """Fit weights for K reward columns so that advantages match centered weighted sums, up to a scale per group.
 
-    With D the differences of a group's rewards from their means, ``D w = t A`` has no part of D w that is not along A.
-    The vector w with the least of it is the last singular vector of these parts of all groups. Its length is not known:
-    the largest weight is 1, or t is. Empty if there is nothing to fit. For a table that does not say its weights.
+    Let D be the centered rewards of a group and A its advantages. If ``D w = t A``, then D w has no component
+    orthogonal to A. The best w is the last singular vector of the orthogonal components, stacked over groups. Its
+    length is undetermined, so two scalings are tried: largest weight 1, and median t equal to 1. Empty if there is
+    nothing to fit.
     """
     import torch
 

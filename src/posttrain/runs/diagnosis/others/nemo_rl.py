@@ -1,4 +1,4 @@
-"""NeMo RL's records: ``train_data_step{N}.jsonl``, one answer a line, each value in a list of one."""
+"""NeMo RL's records: ``train_data_step{N}.jsonl``, one completion per line, each value wrapped in a list."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from posttrain.runs.diagnosis.others.rows import (
     text_under,
 )
 
-WHAT = "a file train_data_step1.jsonl, or the folder of them"
+WHAT = "a file such as train_data_step1.jsonl, or its folder"
 NEEDED = ("rewards",)
-SAME = 1e-5  # of advantages of the tokens of one answer
+SAME = 1e-5  # tolerance between advantages within one completion
 
 
 def read_nemo_rl(path: Path) -> ForeignRecords:
-    """Return the answers of a run of NeMo RL's GRPO, from a file or a folder; step and batch are those of the names.
+    """Read completions from a NeMo RL GRPO run, given a file or folder. Step numbers come from file names.
 
-    Log-probabilities and advantages are one to a token, prompt included, of which ``token_loss_mask`` marks the
-    trained ones.
+    Log-probabilities and advantages are per token, including the prompt. ``token_loss_mask`` marks trained tokens.
 
     Raises:
         UsageError: no such file. DataError: a damaged line, or a missing column, by name.
@@ -40,7 +39,7 @@ def read_nemo_rl(path: Path) -> ForeignRecords:
             for name in NEEDED:
                 if not row.has(name):
                     there = ", ".join(list(row.data)[:12])
-                    raise DataError(file, f"{name}: the key is missing. There are {there}. Give {WHAT}", row.line)
+                    raise DataError(file, f"{name}: missing key. Found: {there}. Give {WHAT}", row.line)
             one, lacking = _answer(row, batch, number_in(file))
             answers.append(one)
             missing.update(lacking)
@@ -54,13 +53,13 @@ def _answer(row: Row, batch: int, step: int) -> tuple[ForeignAnswer, list[str]]:
     length = number_under(row, "input_lengths")
     ids, mask = columns["token_ids"], columns["token_loss_mask"]
     if ids is None:
-        lacking.append("prompts (they are known by token_ids)")
+        lacking.append("prompts (identified by token_ids)")
     trained: list[int] | None = None
     if mask is not None:
         trained = [t for t, x in enumerate(mask) if x]
         for name, values in columns.items():
             wrong = values is not None and name != "token_loss_mask" and len(values) not in (len(mask), 1)
-            row.refuse_if(wrong, f"{name}: it has another length than token_loss_mask, which has {len(mask):,}")
+            row.refuse_if(wrong, f"{name}: the length must match token_loss_mask, which has {len(mask):,}")
     advantages = _at(columns["advantages"], trained)
     uneven = False
     if advantages:
@@ -84,7 +83,7 @@ def _answer(row: Row, batch: int, step: int) -> tuple[ForeignAnswer, list[str]]:
 
 
 def _reward_key(row: Row) -> str:
-    """The rewards that were trained on: dynamic sampling keeps some, and logs these apart."""
+    """Choose the rewards used for training: dynamic sampling logs its kept rewards in a separate column."""
     if row.has("filtered_rewards"):
         return "filtered_rewards"
     return "rewards"
@@ -101,7 +100,7 @@ def _at(values: Sequence[float] | None, places: Sequence[int] | None) -> list[fl
 def _texts(
     row: Row, ids: Sequence[float] | None, trained: Sequence[int] | None, length: float | None
 ) -> tuple[str, str]:
-    """Prompt and answer: the token ids before the first trained one and from there, else the whole content."""
+    """Split token ids into prompt and completion at the first trained token; fall back to the full content."""
     if ids is not None and trained:
         end = len(ids)
         if length is not None:

@@ -1,4 +1,4 @@
-"""Rows of another trainer's records in one form."""
+"""Common row format for records from other trainers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from posttrain.errors import DataError, UsageError
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
 
-MOST_NUMBERS = 1 << 20  # of a list in a row
+MOST_NUMBERS = 1 << 20  # per list in a row
 LARGEST = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignAnswer:
-    """One answer of another trainer; what its record has not is None.
+    """One completion from a different trainer. Missing values are None.
 
-    batch: number of the batch that it was sampled in, from 0. step: as the trainer counts. prompt, answer: texts that
-    are equal for equal ones. parts: rewards by name, None of a function that gave none; weights: of them.
-    uneven: its tokens have several advantages. sampler, trainer: log-probabilities at the trained tokens. trained: the
-    number of trained tokens; written: of those that the model wrote. group_size: as the trainer was told.
+    batch: index of the sampled batch, from 0. step: the trainer's step number. prompt, answer: text for equality
+    checks. parts: rewards by name, None if a function returned none. weights: reward weights by name. uneven:
+    advantages differ between tokens. sampler, trainer: log-probabilities at trained tokens. trained: number of
+    trained tokens. written: number of generated tokens. group_size: the trainer's setting.
     """
 
     batch: int
@@ -45,7 +45,7 @@ class ForeignAnswer:
 
     @property
     def reward(self) -> float | None:
-        """The weighted sum of the parts that are there; None if none is, or no weight is known."""
+        """Weighted sum over the available rewards; None without rewards, or if several have unknown weights."""
         known = {name: x for name, x in self.parts.items() if x is not None}
         if not known:
             return None
@@ -58,42 +58,42 @@ class ForeignAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ForeignRecords:
-    """All answers of a run in their order, and what a reader found no column for, by name."""
+    """All completions of a run in order, and names of missing columns."""
 
     answers: Sequence[ForeignAnswer]
     missing: Sequence[str] = ()
 
     def batches(self) -> Iterator[list[ForeignAnswer]]:
-        """Yield the answers of each batch."""
+        """Yield completions batch by batch."""
         for _, members in groupby(self.answers, key=lambda one: one.batch):
             yield list(members)
 
 
 def files_of(path: Path, suffixes: Sequence[str], what: str) -> list[Path]:
-    """Return the file, or those of a folder in the order of the numbers in their names.
+    """List the file, or the matching files in a folder sorted by the numbers in their names.
 
     Raises:
-        UsageError: it is neither, or a folder without such a file.
+        UsageError: neither exists, or the folder has no such file.
     """
     kind = kind_of_file(path)
     if kind == "file":
         return [path]
     if kind != "folder":
-        problem = "there is no such file"
+        problem = "no such file"
         if kind != "nothing":
-            problem = f"this is a {kind}"
+            problem = f"not a regular file but a {kind}"
         near = ""
         if kind_of_file(path.parent) == "folder":
             near = suggest(path.name, [one.name for one in path.parent.iterdir()])
         raise UsageError(f"{path}: {problem}. Give {what}.{near}")
     found = [one for one in path.iterdir() if one.name.endswith(tuple(suffixes)) and kind_of_file(one) == "file"]
     if not found:
-        raise UsageError(f"{path}: no file of this folder ends with {' or '.join(suffixes)}. Give {what}")
+        raise UsageError(f"{path}: no {' or '.join(suffixes)} file in this folder. Give {what}")
     return sorted(found, key=lambda one: (number_in(one), one.name))
 
 
 def number_in(path: Path) -> int:
-    """Return the last number in the name of a file; 0 without one."""
+    """Parse the last number in a file name; 0 if absent."""
     digits = "".join(c if c.isascii() and c.isdigit() else " " for c in path.stem).split()
     if not digits:
         return 0
@@ -101,36 +101,36 @@ def number_in(path: Path) -> int:
 
 
 def rows_of_records(path: Path) -> list[Row]:
-    """Return all rows of a file.
+    """Read all rows from a file.
 
     Raises:
-        DataError: a damaged line, by its number; or no row at all.
+        DataError: a damaged line, by number, or an empty file.
     """
     rows = list(read_file(str(path)))
     if not rows:
-        raise DataError(path, "it has no rows. Give the records of a run that has made a step")
+        raise DataError(path, "the file is empty. Give records from a run with at least one step")
     return rows
 
 
 def number_under(row: Row, name: str) -> float | None:
-    """Return a number; None where the row has none, NaN included.
+    """Read a number; None if absent or NaN.
 
     Raises:
-        DataError: it is something else, or infinite.
+        DataError: not a number, or infinite.
     """
     value = unwrapped(row.data.get(name))
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
-        raise row.fail(f"{name}: a finite number is needed, not {str(value)[:40]!r}")
+        raise row.fail(f"{name}: expected a finite number, not {str(value)[:40]!r}")
     return float(value)
 
 
 def numbers_under(row: Row, name: str) -> list[float] | None:
-    """Return a list of numbers, which may be the only entry of a list; None where the row has none.
+    """Read a list of numbers, possibly nested in a single-element list; None if absent.
 
     Raises:
-        DataError: it is something else.
+        DataError: not a list of numbers.
     """
     value = row.data.get(name)
     if value is None:
@@ -138,31 +138,31 @@ def numbers_under(row: Row, name: str) -> list[float] | None:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     if not isinstance(value, list) or len(value) > MOST_NUMBERS:
-        raise row.fail(f"{name}: a list of numbers is needed, not {type(value).__name__}")
+        raise row.fail(f"{name}: expected a list of numbers, not {type(value).__name__}")
     numbers: list[float] = []
     for one in value:
         if isinstance(one, bool) or not isinstance(one, int | float) or not abs(one) < LARGEST:
-            raise row.fail(f"{name}: finite numbers are needed, not {str(one)[:40]!r}")
+            raise row.fail(f"{name}: expected finite numbers, not {str(one)[:40]!r}")
         numbers.append(float(one))
     return numbers
 
 
 def text_under(row: Row, name: str) -> str:
-    """Return a text; messages and token ids as their JSON.
+    """Read text; messages and token ids are dumped as JSON.
 
     Raises:
         DataError: the column is missing.
     """
     value = unwrapped(row.data.get(name))
     if value is None:
-        raise row.fail(f"{name}: the column is missing. There are {', '.join(list(row.data)[:12])}")
+        raise row.fail(f"{name}: missing column. Found: {', '.join(list(row.data)[:12])}")
     if isinstance(value, str):
         return value
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def unwrapped(value: object) -> object:
-    """Return the only entry of a list of one number or text; anything else as it is."""
+    """Unwrap a single-element list with a number or text; leave anything else unchanged."""
     if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list | dict):
         return value[0]
     return value

@@ -1,4 +1,4 @@
-"""TRL's records: its table of completions (parquet), and the lines of ``contrib/trl_records.py``."""
+"""TRL's records: completions tables (parquet), and lines from ``contrib/trl_records.py``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from posttrain.runs.diagnosis.others.rows import (
     text_under,
 )
 
-WHAT = "TRL's folder of completions, one of its files, or the folder of contrib/trl_records.py"
+WHAT = "TRL's completions folder, a single file from it, or the output folder of contrib/trl_records.py"
 OF_THE_TABLE = ("step", "prompt", "completion", "advantage")
 OF_LINES = ("batch", "place", "prompt", "completion", "rewards")
 
 
 def read_trl(path: Path) -> ForeignRecords:
-    """Return the answers of a run of TRL's GRPO (or of one that logs as it does), from a file or a folder.
+    """Read completions from TRL's GRPO, or a trainer with the same log format, given a file or folder.
 
-    A table has the last batch of answers at the time of logging; one that is logged twice is read once.
+    Tables hold the latest batch at each logging step. A batch logged twice is read once.
 
     Raises:
         UsageError: no such file. DataError: a damaged line, or a missing column, by name.
@@ -47,18 +47,18 @@ def read_trl(path: Path) -> ForeignRecords:
         answers += table
         last = table
         batch += 1
-    missing = ["log-probabilities and numbers of tokens (contrib/trl_records.py writes them)"]
+    missing = ["log-probabilities and token counts (recorded by contrib/trl_records.py)"]
     if any(one.advantage is None for one in answers):
         missing.insert(0, "advantage")
     return ForeignRecords(answers, missing)
 
 
 def _reward_columns(rows: Sequence[Row], file: Path) -> list[str]:
-    """The columns of rewards: those of numbers that TRL does not write for itself."""
+    """Find reward columns: numeric columns that TRL itself does not write."""
     names = list(rows[0].data)
     for name in ("prompt", "completion"):
         if name not in names:
-            raise DataError(file, f"the column {name!r} is missing. There are {', '.join(names[:12])}. Give {WHAT}")
+            raise DataError(file, f"{name}: missing column. Found: {', '.join(names[:12])}. Give {WHAT}")
     found = []
     for name in names:
         values = [row.data.get(name) for row in rows]
@@ -66,7 +66,7 @@ def _reward_columns(rows: Sequence[Row], file: Path) -> list[str]:
         if name not in OF_THE_TABLE and kinds and kinds <= {int, float}:
             found.append(name)
     if not found:
-        raise DataError(file, f"no column of rewards. There are {', '.join(names[:12])}. Give {WHAT}")
+        raise DataError(file, f"no reward column. Found: {', '.join(names[:12])}. Give {WHAT}")
     return found
 
 
@@ -82,36 +82,36 @@ def _of_table(row: Row, parts: Sequence[str], batch: int) -> ForeignAnswer:
 
 
 def _of_lines(files: Sequence[Path]) -> ForeignRecords:
-    """The lines of all processes, in the order of batches and places."""
+    """Merge the lines from all processes, ordered by batch and place."""
     by_place: list[tuple[int, int, ForeignAnswer]] = []
     seen: set[tuple[int, int]] = set()
     for file in files:
         for row in rows_of_records(file):
             for name in OF_LINES:
-                row.refuse_if(not row.has(name), f"{name}: the key is missing. Write lines as contrib/trl_records.py")
+                row.refuse_if(not row.has(name), f"{name}: missing key. Write records with contrib/trl_records.py")
             one = _of_line(row)
             place = int(number_under(row, "place") or 0)
-            row.refuse_if((one.batch, place) in seen, f"place {place} of batch {one.batch} is there twice")
+            row.refuse_if((one.batch, place) in seen, f"duplicate place {place} in batch {one.batch}")
             seen.add((one.batch, place))
             by_place.append((one.batch, place, one))
     by_place.sort(key=lambda one: one[:2])
     answers = [one for _, _, one in by_place]
     missing = []
     if all(one.sampler is None or one.trainer is None for one in answers):
-        missing.append("log-probabilities of sampler and trainer (TRL has both with vLLM)")
+        missing.append("log-probabilities from sampler and trainer (TRL records both with vLLM)")
     return ForeignRecords(answers, missing)
 
 
 def _of_line(row: Row) -> ForeignAnswer:
     rewards = row.data["rewards"]
     weights = row.data.get("weights")
-    row.refuse_if(not isinstance(rewards, dict) or not rewards, "rewards: an object of numbers by name is needed")
-    row.refuse_if(not isinstance(weights, dict | None), "weights: an object of numbers by name is needed")
+    row.refuse_if(not isinstance(rewards, dict) or not rewards, "rewards: expected an object mapping names to numbers")
+    row.refuse_if(not isinstance(weights, dict | None), "weights: expected an object mapping names to numbers")
     mask, ids = numbers_under(row, "mask"), numbers_under(row, "ids")
     trained: list[int] | None = None
     if mask is not None:
         trained = [t for t, x in enumerate(mask) if x]
-        row.refuse_if(ids is not None and len(ids) != len(mask), "ids: it has another length than mask")
+        row.refuse_if(ids is not None and len(ids) != len(mask), "ids: the length must match mask")
     epoch = number_under(row, "epoch")
     return ForeignAnswer(
         int(number_under(row, "batch") or 0),
@@ -131,18 +131,18 @@ def _of_line(row: Row) -> ForeignAnswer:
 
 
 def _at(row: Row, name: str, places: Sequence[int] | None) -> list[float] | None:
-    """Numbers at the trained positions."""
+    """Select values at trained positions."""
     values = numbers_under(row, name)
     if values is None or places is None:
         return None
-    row.refuse_if(any(t >= len(values) for t in places), f"{name}: it is shorter than mask")
+    row.refuse_if(any(t >= len(values) for t in places), f"{name}: shorter than mask")
     return [values[t] for t in places]
 
 
 def _num_written(row: Row, ids: Sequence[float] | None) -> int | None:
-    """The number of tokens up to the first that ends an answer, else of all but equal ones behind it (padding).
+    """Count generated tokens up to the first end token; without one, all tokens count.
 
-    None of an answer with calls of tools, whose ids are not all of the model.
+    None for completions with tool calls, whose ids include tool output.
     """
     ends = numbers_under(row, "ends")
     if ids is None or ends is None or row.data.get("tools"):
