@@ -206,7 +206,7 @@ def test_a_step_without_gradients_and_one_that_is_not_finite_are_refused() -> No
         ("custom", {}, "forward_backward_custom"),
         ("stable_reinforce", {}, "importance_sampling"),
         ("ppo", {"clip_low": 0.8}, "clip_low_threshold"),
-        ("ppo", {"clip_low_threshold": 1.5}, "ratios around 1"),
+        ("ppo", {"clip_low_threshold": 1.5}, "invalid ratio bounds"),
         ("dro", {"beta": "much"}, "loss_fn_config.beta"),
         ("dro", {"beta": float("nan")}, "loss_fn_config.beta"),
         ("dro", {"beta": -1.0}, "beta"),
