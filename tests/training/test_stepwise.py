@@ -230,7 +230,7 @@ FULL = torch.ones(LENGTH)
         (Datum(IDS, targets() + 9_999, {"weights": FULL}), "target_tokens"),
         (Datum(IDS, targets()[:-1], {"weights": FULL}), "target_tokens"),
         (Datum(IDS, targets()[:, None, None], {"weights": FULL}), "target_tokens"),
-        (Datum(IDS, targets(), {}), "weights: it is missing"),
+        (Datum(IDS, targets(), {}), "weights: missing"),
         (Datum(IDS, targets(), {"weights": FULL, "mask": FULL}), "mask"),
         (Datum(IDS, targets(), {"weights": FULL[:-1]}), "weights"),
         (Datum(IDS, targets(), {"weights": FULL * float("nan")}), "nan"),
