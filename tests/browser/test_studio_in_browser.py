@@ -248,7 +248,7 @@ def test_studio_rollouts_are_found_by_run_kind_step_and_text(page: Page, studio:
     visitor.doing = "step is no number"
     step.fill("first")
     step.press("Enter")
-    expect(about).to_have_value("step: 'first' is not a whole number of at least 0")
+    expect(about).to_have_value("step: 'first' is not a whole number, 0 or more")
     visitor.doing = "step emptied"
     step.fill("")
     step.press("Enter")

@@ -104,7 +104,7 @@ def test_names_that_are_not_offered_are_refused(
 ) -> None:
     library = Library([], tmp_path)
     models = models if models != ["one"] else ["tiny"]
-    with refuses(UsageError, "this page offers"):
+    with refuses(UsageError, "on this page"):
         list(stream_replies(library, None, QUESTION, models, Controls(max_tokens=1), judge=judge, steering=steering))
 
 
@@ -199,7 +199,7 @@ SHOWN = {
     "top p is 2": "top p: '2'",
     "seed is 1.5": "seed: '1.5'",
     "nothing to send": "needs some text",
-    "features without a dictionary": "name the dictionary",
+    "features without a dictionary": "select a dictionary",
     "features that are none": "steering:",
     "run chosen": "12 rollouts",
     "step typed": "6 rollouts",
