@@ -174,7 +174,7 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, DEEP_TOOL, 400, None, "nested too deeply"),
         (COMPLETE, {"prompt": "x " * 3000}, 400, None, "maximum context length"),
         (COMPLETE, {"prompt": [9_999]}, 400, None, "token id 9999"),
-        (GENERATE, {"token_ids": [5], "sampling_params": {"min_tokens": 3}}, 400, "min_tokens", "does not do"),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"frequency_penalty": 3}}, 400, "frequency_penalty", "does not do"),
         ("/v1/chat/completion", {}, 404, None, "/v1/chat/completions"),
         (CHAT, b" " * 1_000_001, 413, None, "than 1,000,000 bytes"),
     ],
