@@ -256,7 +256,7 @@ def address(default_port: int) -> tuple[Argument, Argument]:
 ALLOW_CODE_OPTIONS = (  # of code that a stored recipe names, and the Python of a model
     option(
         ALLOW_CODE, metavar="MODULE:FUNCTION[@FOLDER]", action="append", default=argparse.SUPPRESS,
-        help="a function that a run's recipe names, and that may be imported",
+        help="a function that a run's recipe names, and that may be imported; command=WORDS: one that it may start",
     ),
     option(
         TRUST_REMOTE_CODE, action="store_true", default=argparse.SUPPRESS,
