@@ -44,7 +44,7 @@ TOKENS: dict[str, int] = {
     "interpret": 37_644,
     "models": 40_908,
     "other_names": 5_660,
-    "recipes": 13_475,
+    "recipes": 13_501,
     "reports": 17_288,
     "runs": 46_278,
     "sampling": 59_406,
