@@ -44,7 +44,7 @@ TOKENS: dict[str, int] = {
     "interpret": 37_644,
     "models": 40_908,
     "other_names": 5_664,
-    "recipes": 14_158,
+    "recipes": 14_184,
     "reports": 17_612,
     "runs": 46_278,
     "sampling": 59_406,
