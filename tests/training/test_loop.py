@@ -150,7 +150,7 @@ def test_loop_clamped_log_ratios_are_reported_once(tmp_path: Path, monkeypatch: 
         for message in (info["message"] for info in events.of("notice"))
         if message.startswith("clamped_log_ratios")
     ]
-    assert [message.partition(" of the")[0] for message in text] == [f"clamped_log_ratios: {shares[1]:.2%}"]
+    assert [message.partition(" of trained")[0] for message in text] == [f"clamped_log_ratios: {shares[1]:.2%}"]
 
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
