@@ -9,7 +9,7 @@ import pytest
 
 from closeness import approx
 from posttrain.errors import EngineMismatch
-from posttrain.models.forward import forward
+from posttrain.models.forward import predictions
 from posttrain.sampling.native import schedule
 from posttrain.store.metrics import MetricsLog
 from refusing import refuses
@@ -43,8 +43,8 @@ def test_train_with_a_sampler_that_is_another_model_stops_before_the_update(
 def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scored = forward.score_logits
-    monkeypatch.setattr(forward, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
+    scored = predictions.score_logits
+    monkeypatch.setattr(predictions, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
     with refuses(EngineMismatch, "trainer's forward pass"):
         run(tmp_path, one_layer_recipe("grpo"))
 
