@@ -157,7 +157,7 @@ def test_over_optimization_from_start_to_report(tmp_path: Path, capsys: pytest.C
     folder = tmp_path / "runs" / "sweep-small"
     assert "grpo-seed0: finished in" in out
     assert "(0 left)" in out
-    assert "grpo: one seed gives a curve" in out or "grpo: no over-optimization" in out
+    assert "grpo: a single seed" in out or "grpo: no over-optimization" in out
     data = json.loads((folder / "results.json").read_text())
     grpo = data["methods"]["grpo"]["curves"]["0"]
     assert [point["at"] for point in grpo] == [0, 1, 2]
