@@ -157,7 +157,7 @@ def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pyte
     command = ["train", "sft-math", "--task", "jsonl", "--task.path", str(path), "--eval.every", "0", "--dry-run"]
     assert main(command) == 0
     notes = capsys.readouterr().err.splitlines()
-    assert notes[0] == ("note: task: jsonl in place of math, whose options in the recipe are left out: split (train)")
+    assert notes[0] == ("note: task: jsonl in place of math, dropping recipe options: split (train)")
     assert "no such file" in notes[1]
     path.write_text('{"prompt": "1+1?", "answer": "\\\\sqrt3"}\n', encoding="utf-8")
     assert main(command) == 2  # one prompt cannot be parted

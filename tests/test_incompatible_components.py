@@ -70,7 +70,7 @@ APART = [
     ("--objective sdpo --teacher.name self --teacher.weights ema --teacher.ema_decay 1", "teacher.ema_decay"),
     ("--objective sdpo --teacher.name self --teacher.weights ema --scale.sharding fsdp2", "teacher.weights"),
     ("--objective sdpo --teacher.name self --advantage null --rollout.group_size 1", "rollout.group_size"),
-    ("--advantage raw --rollout.group_size 1 --rollout.drop_uniform_groups true", "of one completion"),
+    ("--advantage raw --rollout.group_size 1 --rollout.drop_uniform_groups true", "with one completion"),
     ("--objective dpo --objective.beta 0", "objective.beta"),
     ("--rollout.select above", "rollout.select.threshold"),
     ("--rollout.select {}", "rollout.select.name: "),
@@ -104,7 +104,7 @@ def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command:
     [
         ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
         ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: 30 × no given responses"),
-        ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"),
+        ("--objective distillation --teacher.name self", "teacher.name: 'self' needs sampled answers"),
     ],
 )  # fmt: skip
 def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:

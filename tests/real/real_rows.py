@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
     "an image": ("jsonl", {"messages": [user([{"type": "image_url"}]), REPLY]}, r"non-text part \('image_url'\)"),
     "images of a row": ("jsonl", {"messages": [ASK, REPLY], "images": ["a.png"]}, "the key 'images' is not read here"),
     "another system message": (
-        "jsonl", {"system": "A.", "messages": [system("B."), ASK, REPLY]}, "'system' differs from the system message"
+        "jsonl", {"system": "A.", "messages": [system("B."), ASK, REPLY]}, "'system' differs from the conversation"
     ),
     "a slip of a key": ("jsonl", {"sytem": "A.", "messages": [ASK, REPLY]}, "unknown key 'sytem'. Did you mean 'system'"),
     "tools that are none": ("jsonl", {"messages": [ASK, REPLY], "tools": "river_of"}, "'tools' must be a list of schemas"),

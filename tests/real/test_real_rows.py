@@ -167,7 +167,7 @@ def test_keys_that_are_carried_along_are_in_meta_and_listed(tmp_path: Path, caps
     }
     assert main(["data", "show", "jsonl", "--task.path", str(tmp_path / "rows.jsonl"), "--task.split", "all"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["source", "carried", "along", "(meta)", "1"] in lines
+    assert ["source", "kept", "(meta)", "1"] in lines
     assert ["messages[].role", "read", "1"] in lines
 
 

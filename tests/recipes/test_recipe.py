@@ -153,7 +153,7 @@ def test_recipe_as_other_files_are_written_is_refused_with_what_to_write(tmp_pat
         with refuses(RecipeError, message):
             load_recipe(str(tmp_path / name))
     (tmp_path / "recipe.yaml").write_text("{}")
-    with pytest.raises(RecipeError, match=f"folder of a run; `posttrain runs resume {tmp_path.name}` goes on with it"):
+    with pytest.raises(RecipeError, match=f"run folder; `posttrain runs resume {tmp_path.name}` continues it"):
         load_recipe(str(tmp_path))
 
 
@@ -166,7 +166,7 @@ def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: P
     lines = TEXT.replace("rollout: {num_prompts: 4, group_size: 4}", "data: {}").splitlines()
     path = write(tmp_path, "\n".join([*lines, "advantage: raw", ""]))
     line = len(lines) + 1
-    with pytest.raises(RecipeError, match=rf"mine\.yaml:{line}: advantage: 'advantage' belongs to 'rollout'; a superv"):
+    with pytest.raises(RecipeError, match=rf"mine\.yaml:{line}: advantage: 'advantage' works only with 'rollout'"):
         load_recipe(path)
     supervised = write(tmp_path, "\n".join([*lines, ""]))
     with refuses(RecipeError, "command line: correction", "'correction'", "'rollout'"):

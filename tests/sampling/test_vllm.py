@@ -313,7 +313,7 @@ def frozen(model, tokenizer):
 def test_training_with_weights_that_it_never_sees_is_refused(key):
     declare_code(f"{__name__}:frozen", Path(__file__).parent)
     recipe = load_recipe("tiny/grpo", [(key, f"{__name__}:frozen")]).resolve()
-    with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with weights of its own.*use native"):
+    with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with fixed weights.*use native"):
         prepare(recipe)
 
 

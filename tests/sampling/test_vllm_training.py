@@ -244,7 +244,7 @@ def test_run_without_a_server_for_evaluations_is_refused_at_its_start(
     recipe = one_layer_recipe(
         "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
     )
-    with refuses(UsageError, "POSTTRAIN_VLLM", "leave eval.engine out"):
+    with refuses(UsageError, "POSTTRAIN_VLLM", "remove eval.engine"):
         watched(tmp_path / "run", recipe, events)
     assert events.of("step") == []
 

@@ -105,7 +105,7 @@ def test_shipped_comparison_is_five_cpu_hours_and_says_what_it_can_find(tmp_path
     assert twin.startswith("gspo-published equals gspo if updates a batch = 1")
     assert float(hours.split()[1]) <= 5.0
     assert "300 validation problems" in problems
-    assert "500 problems of test" in problems
+    assert "500 test problems" in problems
     assert "1.32 (one comparison)" in power  # the issue of seeds: 10 find 1.33 standard deviations
     assert f"level 5% / {rows * (rows - 1) // 2}" in power
 

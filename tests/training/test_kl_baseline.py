@@ -145,7 +145,7 @@ def test_kto_one_prompt_a_batch_is_reported_once(tmp_path: Path, batch: int, tex
     events = Events()
     watched(tmp_path, recipe.resolve(), events)
     messages = [info["message"] for info in events.of("notice")]
-    found = [message for message in messages if message.startswith("kl_baseline: all answers of step 1 have the same")]
+    found = [message for message in messages if message.startswith("kl_baseline: all answers in step 1 share")]
     assert len(found) == text
     for row in steps_of(tmp_path):  # the rewards of the kinds that there are
         assert ("desirable_reward" in row) == (row["desirable"] > 0)

@@ -1,7 +1,7 @@
 """Multiple choice detection: finds option columns, the gold column, and the index base.
 
-Detection inspects column contents across all rows, and uses names only to rule out unlikely columns. Options are a
-list, or one column per option. In every row, the gold answer must be a label, an option's text, a letter, or an
+Detection inspects column contents across all rows, and uses names mainly to exclude unlikely columns. Options are a
+single list column or separate columns. All gold answers must have the same format: label, option text, letter, or
 index.
 """
 
@@ -27,13 +27,13 @@ BOOLEAN_OPTIONS = ("Yes", "No")  # options for boolean gold answers
 # Only columns with such names may be gold answers, unless ``task.answer_key`` is set. Excludes ``weight``,
 # ``language``, etc.
 _GOLD_NAME = re.compile(r"answer|label|gold|correct|target|solution|cop\b", re.IGNORECASE)
-# Numbered columns with these names are question parts, not options: two labeled sentences, for example.
+# Numbered columns named like this are question parts, not options: two labeled sentences, for example.
 _QUESTION_PART = re.compile(
     r"(?:sent|sentence|text|premise|hypothesis|question|prompt|query|passage|paragraph|context|input|output|turn|fact|"
     r"hint|step|example|doc|document|article|title|word|phrase|id|tag|source|meta|score|column)s?",
     re.IGNORECASE,
 )
-# Lists with these names describe the question, so a neighboring number is not an index into them.
+# Lists named like this describe the question, so neighboring numbers do not index them.
 _ABOUT_QUESTION = re.compile(
     r".*(?:tag|topic|keyword|categor|subject|source|author|hint|step|concept|skill|entit|fact|sentence|context|passage|"
     r"paragraph|reference|document|evidence|token|id|url|name|label|type|level|note|message|turn|history|tool)\w*",
@@ -41,7 +41,7 @@ _ABOUT_QUESTION = re.compile(
 )
 _LABELS_NAME = re.compile(r"label|key|letter", re.IGNORECASE)
 _WRONG_OPTIONS = re.compile(r"(?:distract|incorrect|wrong).*", re.IGNORECASE)
-# Without such a name, a list is probably unrelated to a number that could be zero-based or one-based.
+# Without such a name, a list is probably unrelated to numbers that would fit either index base.
 _OPTIONS_NAME = re.compile(r"choice|option|answer|ending|candidate|alternative|select|target", re.IGNORECASE)
 _LABEL = re.compile(r"[(\[]?([A-Ja-j])(?:[)\].:]+|\s*\Z)")
 # Suffixes of columns that hold one option each, in order.
@@ -55,7 +55,7 @@ _SPREAD = (
 class ChoiceColumns:
     """Detected multiple choice columns.
 
-    ``keys``: a list column, or one column per option; empty for boolean gold answers. ``gold``: gold answer column.
+    ``keys``: a list column, or separate option columns; empty with boolean gold answers. ``gold``: gold answer column.
     ``first_index``: index base. ``is_shown``: prompts already include the options.
     """
 
@@ -125,13 +125,13 @@ def candidate_columns(
     """Find columns that fit a multiple choice in all rows. The index base is not yet decided.
 
     Args:
-        answer_key: gold column. If the first row lacks it, consider columns with similar names.
+        answer_key: gold column. If the first row lacks it, consider columns named like gold answers.
         excluded: columns to ignore.
         choices_key: options column. None considers all columns.
         first_index: index base given by the recipe, if any.
 
     Raises:
-        DataError: ``choices_key`` does not contain option lists, or no gold answer fits them.
+        DataError: ``choices_key`` contains anything except option lists, or gold answers do not fit them.
     """
     is_named = rows[0].has(answer_key)
     is_wanted = choices_key is not None or first_index is not None
@@ -278,7 +278,7 @@ def _value(row: Row, key: str) -> object:
 
 
 def _texts(values: object) -> tuple[tuple[str, ...], bool] | None:
-    """Convert 2 to 10 strings or numbers to (texts, whether all are numbers). None for anything else."""
+    """Convert 2 to 10 strings or numbers to (texts, are_numbers). None if anything else occurs."""
     if not isinstance(values, list | tuple) or not 2 <= len(values) <= len(LETTERS):
         return None
     if all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
@@ -339,7 +339,7 @@ def _labelled(value: Mapping[str, object]) -> _Options | None:
 
 
 def _are_labels(values: Sequence[object]) -> bool:
-    """Check for A, B, C, ... or 1, 2, 3, ... (zero-based or one-based) in order."""
+    """Check for consecutive letters from A, or consecutive numbers from 0 or 1."""
     texts = [str(one).strip() for one in values]
     letters = [LETTERS[: len(texts)], LETTERS[: len(texts)].lower()]
     numbers = [[str(n + first) for n in range(len(texts))] for first in (0, 1)]
@@ -509,7 +509,7 @@ def _choose(row: Row, found: Sequence[ChoiceColumns]) -> ChoiceColumns:
 
 
 def _with_first_index(rows: Sequence[Row], columns: ChoiceColumns, first_index: FirstIndex | None) -> ChoiceColumns:
-    """Set the index base: the only one that fits every row.
+    """Set the index base. Exactly one base must fit all rows.
 
     Raises:
         DataError: both fit, or the requested one does not.

@@ -1,4 +1,4 @@
-"""Gold answers: text, numbers, lists of accepted alternatives, or JSON text containing these."""
+"""Gold answers: text, numbers, or lists of accepted alternatives, optionally encoded as JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OF_OBJECTS = ("value", "text", "answer")
 def golds_of(row: Row, key: str) -> list[str]:
     """Read all accepted gold answers from ``key``, without duplicates. Returns at least one.
 
-    Lists (also as JSON text) contain alternatives. JSON text with multiple numbers remains unparsed, since it denotes
-    a tuple, list or interval. If alternatives are parsed from text, the original text is accepted too.
+    Lists, including JSON-encoded ones, contain alternatives. JSON lists of multiple numbers stay unparsed, since they
+    denote a tuple, list or interval. If alternatives were parsed from text, the original string is accepted too.
 
     Raises:
         DataError: missing, blank, non-finite, boolean, or unsupported type.
@@ -34,7 +34,7 @@ def golds_of(row: Row, key: str) -> list[str]:
 
 
 def _of_text(row: Row, key: str, text: str) -> list[str]:
-    """Read gold answers from text that may be JSON."""
+    """Read gold answers from a string, decoding JSON if possible."""
     if text.strip()[0] not in '["{':
         return [text]
     value: object = text
@@ -71,7 +71,7 @@ def _entries(row: Row, key: str, value: object) -> list[object]:
 
 
 def _entries_of_object(value: Mapping[str, object]) -> list[object]:
-    """Read gold answers from an object: its only value, or the value of a known key plus aliases."""
+    """Read gold answers from an object with a single value, or with known keys and aliases."""
     answer = None
     if len(value) == 1:
         (answer,) = value.values()

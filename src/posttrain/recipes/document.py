@@ -1,7 +1,7 @@
-"""A strict YAML document: read, laid over the one that it extends, overridden, checked, written down again. No torch.
+"""Strict YAML documents: read, extend, override, validate and write. Does not import torch.
 
-Recipes, dictionaries, comparisons of two models and sweeps are ``Document``s of one kind of
-``Content`` each. Every message says file, line and key; unknown keys are refused with a suggestion.
+Recipes, dictionaries, model comparisons and sweeps are ``Document`` objects, each with a ``Content`` type. Every
+message names the file, line and key. Unknown keys are rejected with a suggestion.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from posttrain.recipes.sections import Component, Section
 from posttrain.strict_yaml import MAX_CHARS, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
-# Place, processes, trackers and description of a run: no part of the fingerprint, and free to change when it is resumed
-# (the change is written into its log). Every other key decides the result.
+# Devices, processes, trackers and descriptions. These are excluded from the fingerprint and may change on resume (the
+# run log records any change). All other keys affect results.
 PLACE_KEYS = (
     "description",
     "track",
@@ -44,17 +44,18 @@ PLACE_KEYS = (
         for key in ("url", "served_name", "timeout_seconds", "retries", "gpus", "gpu_memory_utilization")
     ),
 )
-# Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.
+# Sections for `posttrain sae` recipes: training a dictionary, or comparing models.
 INTERPRETATION = ("dictionary", "changes")
 _MAX_BELOW = 20
 _SHIPPED = Path(__file__).parent
-Rule = tuple[object, str, str]  # broken if true, the key, the message after the key
+Rule = tuple[object, str, str]  # (True if violated, key, message after the key)
 
 
 class Content(Section):
-    """Content of a kind of document.
+    """Document content type.
 
-    ``label``: its name in messages; ``extensible``: it may extend another; ``older``: how earlier versions stored it.
+    ``label``: name in messages; ``extensible``: may extend another document; ``older``: key changes from earlier
+    versions.
     """
 
     label: ClassVar[str] = "a recipe"
@@ -62,18 +63,18 @@ class Content(Section):
     older: ClassVar[Older] = Older()
 
     def dump(self) -> dict[str, Any]:
-        """Return plain data, without keys that are None by default; a None in the place of another default stays."""
+        """Convert to plain data, omitting keys that are None by default; other None values stay."""
         return dict(_plain(self))
 
     def to_yaml(self) -> str:
         return write_yaml(self.dump())
 
     def rules(self) -> Iterator[Rule]:
-        """Yield conditions between its sections, as far as these alone show them."""
+        """Yield rules across sections that need no other information."""
         yield from ()
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 (16 hex digits) of what decides the result; two runs with it are the same experiment."""
+        """Compute a SHA-256 (16 hex digits) over all keys that affect results. Equal hashes mean equal experiments."""
         return hashlib.sha256(json.dumps(decisive(self.dump()), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -83,10 +84,10 @@ C = TypeVar("C", bound=Content)
 
 @dataclass(frozen=True)
 class Document(Generic[T]):
-    """Plain data of a ``model`` before they are checked, with the place of each key.
+    """Unvalidated ``model`` data with key locations.
 
-    ``place`` begins the messages about keys without a line; ``places`` are ``file:line`` by dotted key;
-    ``overridden``: keys of the command line. ``is_own``: a file of the user's may name code.
+    ``place`` prefixes messages for keys without a line; ``places``: ``file:line`` by dotted key; ``overridden``: keys
+    from the command line; ``is_own``: written by the user, so custom code is allowed.
     """
 
     model: type[T]
@@ -100,12 +101,12 @@ class Document(Generic[T]):
     def load(
         cls, model: type[T], name_or_path: str | Mapping[str, object], *, is_own: bool = True, shelf: str = ""
     ) -> Document[T]:
-        """Return the file of a path, or of a shipped recipe's name, as it stands; ``shelf``: whose names to suggest.
+        """Load a file or shipped recipe without merging parents. ``shelf`` picks which names to suggest first.
 
-        A mapping is the content itself, written by the caller.
+        A mapping is treated as content written by the caller.
 
         Raises:
-            RecipeError: neither a file nor a known name; not YAML, or not what recipes are made of (``strict_yaml``).
+            RecipeError: unknown file or name, invalid YAML, or unsupported values (``strict_yaml``).
         """
         if isinstance(name_or_path, Mapping):
             declare_code(name_or_path)
@@ -115,19 +116,20 @@ class Document(Generic[T]):
 
     @classmethod
     def read(cls, model: type[T], place: str, text: str, *, is_own: bool = True) -> Document[T]:
-        """Return the document in ``text``, which is from the file ``place``; see ``load``."""
+        """Parse ``text`` read from file ``place``. See ``load``."""
         content, lines = parse_yaml(text, place, is_own=is_own)
         content = model.older.bring_up_to_date(content)
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
     def extend(self, above: Sequence[str] = ()) -> Document[T]:
-        """Lay it over the recipe that its key ``extends`` names, looked for next to this file, then from here.
+        """Merge with the parent recipe named by ``extends``. Paths are resolved relative to this file, then the
+        current folder.
 
-        Sections are merged key by key; a component replaces the one below with all its options; ``null`` takes one
-        away. A description is not inherited.
+        Sections merge key by key. Components replace inherited components with all options, and ``null`` removes them.
+        Descriptions are not inherited.
 
         Raises:
-            RecipeError: no such recipe, or recipes that extend one another in a circle.
+            RecipeError: parent not found, or circular inheritance.
         """
         own = dict(self.content)
         name = own.pop("extends", None)
@@ -137,13 +139,13 @@ class Document(Generic[T]):
         if not isinstance(name, str):
             raise RecipeError(f"{where}: give a recipe's name or file; got {shorten(name)}")
         if len(above) == _MAX_BELOW:
-            raise RecipeError(f"{where}: more than {_MAX_BELOW} recipes extend one another; write some together")
+            raise RecipeError(f"{where}: inheritance is deeper than {_MAX_BELOW} recipes; merge some")
         if name in above:
             what = " and ".join(map(repr, above))
-            how = "extend one another in a circle"
+            how = "extend each other in a circle"
             if len(above) == 1:
                 how = "extends itself"
-            raise RecipeError(f"{where}: {what} {how}; leave one out")
+            raise RecipeError(f"{where}: {what} {how}; remove an 'extends'")
         file = name
         sibling = Path(self.place).parent / name
         if name and kind_of_file(sibling) != "nothing":
@@ -152,33 +154,33 @@ class Document(Generic[T]):
             place, text = recipe_text(file)
         except RecipeError as error:
             raise RecipeError(f"{where}: {error}") from None
-        # What a stored recipe extends was not written by the user.
+        # Parents named by a stored recipe were not written by the user.
         is_own = self.is_own and not is_stored(self.place)
         below = Document.read(self.model, place, text, is_own=is_own).extend((*above, name))
         below.content.pop("description", None)
         return replace(self, content=merge(below.content, own), places={**below.places, **self.places})
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
-        """Return the document with dotted keys of the command line set; see ``apply_override``."""
+        """Apply dotted keys from the command line. See ``apply_override``."""
         content = copy.deepcopy(self.content)
         named = {key.replace("-", "_") for key, _ in overrides}
         for key in sorted(named):
             other = f"{key.removesuffix('.num_epochs')}.steps"
             if key.endswith(".num_epochs") and other in named:
-                raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
+                raise RecipeError(
+                    f"command line: {key}: this and {other} both set the training length; give exactly one"
+                )
         if self.model.extensible and "extends" in named:
-            raise RecipeError(
-                "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
-            )
+            raise RecipeError("command line: extends: 'extends' works only in files; start from that recipe instead")
         keys = apply_overrides(content, [(_whole_component(self.model, key), value) for key, value in overrides])
         return replace(self, content=content, overridden={*self.overridden, *keys})
 
     def part(
         self, model: type[C], key: str, content: Mapping[str, object], overridden: Collection[str] = ()
     ) -> Document[C]:
-        """Return what stands below a key (or was made of it) as a document whose messages name the same places.
+        """Create a document for nested content, keeping key locations for messages.
 
-        ``overridden``: further keys of the command line, by their names in this document.
+        ``overridden``: additional command line keys, named as in this document.
         """
         above = f"{key}."
         places = {name.removeprefix(above): line for name, line in self.places.items() if name.startswith(above)}
@@ -186,9 +188,10 @@ class Document(Generic[T]):
         return Document(model, dict(content), self.place, places, set_there, is_own=False)
 
     def line_of(self, key: str) -> str:
-        """Return ``file:line: `` of a dotted key or the nearest section around it; ``command line: `` of an override.
+        """Format the location prefix for a dotted key: ``file:line: `` (or the nearest parent's), or
+        ``command line: ``.
 
-        A section that only the command line has begun, and all in it, is the command line's.
+        Sections created by command line overrides count as ``command line: `` with all their keys.
         """
         if any(f"{key}.".startswith(f"{name}.") for name in self.overridden):
             return "command line: "
@@ -203,7 +206,7 @@ class Document(Generic[T]):
         return f"{self.place}: "
 
     def check(self) -> T:
-        """Return the checked content; components are checked when it is resolved.
+        """Validate content. Component options are validated by ``resolve``.
 
         Raises:
             RecipeError: with file, line and key.
@@ -240,7 +243,7 @@ class Document(Generic[T]):
             if answer:
                 return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
-            known.append("extends")  # a file's key, gone by the time that a recipe is checked
+            known.append("extends")  # removed key in a file, reported by the time a recipe is validated
         inside = []
         if len(path) == 1:
             inside = [f"{name}.{key}" for name in known if key in known_keys(self.model, [name])]
@@ -249,11 +252,11 @@ class Document(Generic[T]):
             hint = f" Did you mean {' or '.join(inside)}?"
         section, _, rest = path[0].partition(".")
         if rest and section in known:
-            hint = f" Keys with dots are for the command line; in a file it is {section}: {{{rest}: ...}}."
+            hint = f" Dotted keys work only on the command line; in a file write {section}: {{{rest}: ...}}."
         return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
 
     def _form_hint(self, item: Any, path: Sequence[str]) -> str:
-        """Return which key was probably meant where a text stands in the place of a section."""
+        """Suggest a key when text was given instead of a section."""
         if not isinstance(item["input"], str):
             return ""
         key = ".".join(path)
@@ -267,7 +270,7 @@ class Document(Generic[T]):
 
 
 def _whole_component(model: type[BaseModel], key: str) -> str:
-    """Return ``task`` for ``task.name`` and the like: another name leaves no options of the component before."""
+    """Map component names (``task.name``) to the whole component (``task``), so earlier options are replaced."""
     above = key.removesuffix(".name")
     if above == key:
         return key
@@ -283,9 +286,9 @@ def _whole_component(model: type[BaseModel], key: str) -> str:
 
 
 def known_keys(model: Any, path: Sequence[str]) -> list[str]:
-    """Return the keys of the section at ``path``; none where that is no section."""
+    """List known keys for the section at ``path``; empty for anything else."""
     for part in path:
-        if part.isdigit():  # in a list of sections each has the same keys
+        if part.isdigit():  # list entries share the same keys
             continue
         field = getattr(model, "model_fields", {}).get(part)
         if field is None:
@@ -297,7 +300,7 @@ def known_keys(model: Any, path: Sequence[str]) -> list[str]:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a key holds, also in a list or as an optional value; None for a plain value."""
+    """Find a field's section type, including list and optional types; None for plain values."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -305,10 +308,10 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _plain(value: object) -> Any:
-    """Return a section, component or value as plain data; see ``Content.dump``."""
+    """Convert a section, component or value to plain data. See ``Content.dump``."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        if isinstance(value, Component):  # its options were completed when it was resolved
+        if isinstance(value, Component):  # options were filled in by resolve
             values = value.model_dump(mode="json")
         else:
             values = {key: _plain(getattr(value, key)) for key in fields}
@@ -321,7 +324,7 @@ def _plain(value: object) -> Any:
 
 
 def complete_component(component: Any, kind: str, where: str) -> Any:
-    """Return a component with all of its options, which are checked."""
+    """Validate component options and fill in defaults."""
     entry = registry.find(kind, component.name, where)
     options = entry.options(component.options, where)
     fields = entry.options_model.model_fields
@@ -331,18 +334,18 @@ def complete_component(component: Any, kind: str, where: str) -> Any:
 
 
 def decisive(dump: Mapping[str, object], above: str = "") -> dict[str, object]:
-    """Return a recipe's plain data without the ``PLACE_KEYS``."""
+    """Drop ``PLACE_KEYS`` from plain recipe data."""
     kept = {key: value for key, value in dump.items() if f"{above}{key}" not in PLACE_KEYS}
     return {k: decisive(v, f"{above}{k}.") if isinstance(v, Mapping) else v for k, v in kept.items()}
 
 
 def is_place(key: str) -> bool:
-    """Return True if a dotted key is one of ``PLACE_KEYS``, or lies below one."""
+    """Check if a dotted key equals, or is nested under, an entry in ``PLACE_KEYS``."""
     return any(key == place or key.startswith(f"{place}.") for place in PLACE_KEYS)
 
 
 def recipe_names(shelf: str = "") -> list[str]:
-    """Return the names of the shipped recipes, such as ``tiny/grpo``; only those of one ``shelf/``, if it is given."""
+    """List shipped recipe names, such as ``tiny/grpo``, optionally within one ``shelf/``."""
     return [name for name in _shipped_names() if name.startswith(shelf)]
 
 
@@ -352,7 +355,7 @@ def _shipped_names() -> tuple[str, ...]:
 
 
 def interpretation_names(section: str | None = None) -> list[str]:
-    """Return the names of the shipped recipes of ``posttrain sae``; with ``section``, only those that have it."""
+    """List shipped `posttrain sae` recipes, optionally limited to recipes with ``section``."""
     sections: tuple[str, ...] = INTERPRETATION
     if section is not None:
         sections = (section,)
@@ -360,36 +363,37 @@ def interpretation_names(section: str | None = None) -> list[str]:
     names = []
     for name in recipe_names():
         _, text = recipe_text(name)
-        if any(line.startswith(wanted) for line in text.splitlines()):  # all are looked through, so none is parsed
+        # text search, because parsing every recipe is slow
+        if any(line.startswith(wanted) for line in text.splitlines()):
             names.append(name)
     return names
 
 
 def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
-    """Return (place, text) of a recipe file, or of a shipped recipe; names on the ``shelf`` are suggested first.
+    """Load (place, text) for a recipe file or shipped recipe. Names on the ``shelf`` are suggested first.
 
     Raises:
-        RecipeError: neither a file nor a known name.
+        RecipeError: unknown file or name.
     """
     path = Path(name_or_path)
     kind = kind_of_file(path)
     if kind == "file":
         if path.suffix in (".jsonl", ".csv", ".parquet", ".gz"):
-            raise RecipeError(f"{path}: these are rows and no recipe; name the file as task.path of one")
+            raise RecipeError(f"{path}: this is a data file, not a recipe; use it as task.path in a recipe")
         return str(path), _read_file(path)
     known = recipe_names()
     if path.suffix in (".yaml", ".yml") or (kind != "nothing" and name_or_path not in known):
         if kind == "nothing":
             what = "no such recipe file"
         elif kind_of_file(path / "recipe.yaml") == "file":
-            what = f"this is the folder of a run; `posttrain runs resume {path.name}` goes on with it, and "
+            what = f"this is a run folder; `posttrain runs resume {path.name}` continues it, and "
             what += f"{path / 'recipe.yaml'} is its recipe"
         else:
             what = f"this is a {kind}; give a recipe's YAML file, or a name"
         hint = ""
         if path.suffix and str(path.with_suffix("")) in known:
             hint = recipe_hint(str(path.with_suffix("")))
-        raise RecipeError(f"{name_or_path}: {what}.{hint} `posttrain recipes` lists those that ship")
+        raise RecipeError(f"{name_or_path}: {what}.{hint} `posttrain recipes` lists shipped recipes")
     if name_or_path in GONE:
         raise RecipeError(f"the recipe {name_or_path!r} was removed. Use {GONE[name_or_path]}.")
     if name_or_path not in known:
@@ -406,9 +410,9 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
 
 
 def recipe_hint(name: str, before: str = "") -> str:
-    """Return `` Did you mean tiny/grpo or rl/grpo?`` for a recipe's name without its folder, or for a misspelt one.
+    """Suggest full names for a recipe name without its folder, or for a typo: `` Did you mean tiny/grpo or rl/grpo?``.
 
-    ``before``: the command that goes before each name.
+    ``before``: command to print before each name.
     """
     known = [one for one in recipe_names() if not one.startswith("sweep/")]
     plain = name.lower().replace("_", "-")
@@ -438,22 +442,22 @@ def _read_file(path: Path) -> str:
             raise RecipeError(f"{path}: larger than any recipe; give a file of at most {MAX_CHARS:,} characters")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: not a text file in UTF-8; save it as one") from None
+        raise RecipeError(f"{path}: not a UTF-8 text file; save it as UTF-8") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a file that can") from None
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
 
 
-# Lists of recipes and what recipes extend are read again and again within one command.
+# Listing recipes and loading parents reads the same files repeatedly within a command.
 _read_once = lru_cache(maxsize=128)(read_yaml)
 
 
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping in ``text`` and the 1-based line of every dotted key.
+    """Parse a YAML mapping and record 1-based line numbers by dotted key.
 
-    Code that the user's own file (``is_own``) names is allowed, unless the file is part of a run (``untrusted``).
+    Code named in user files (``is_own``) is allowed, except for files stored in runs (``untrusted``).
 
     Raises:
-        RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).
+        RecipeError: invalid YAML, not a mapping, duplicate keys, or unsupported values (``strict_yaml``).
     """
     data, lines = copy.deepcopy(_read_once(text, place))
     if not isinstance(data, dict):

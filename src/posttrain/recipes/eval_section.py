@@ -1,4 +1,4 @@
-"""The section of held-out evaluations."""
+"""Recipe section for held-out evaluation."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from posttrain.recipes.sections import Component, ComponentList, Every, Section
 
 
 class EvalSection(Section):
-    """Held-out evaluation, before the first step, during training and at the end.
+    """Held-out evaluation before the first step, during training and at the end.
 
     Args:
-        tasks: tasks to evaluate on; by default the validation split of the training task.
-        every: steps between evaluations (0 or -1: never, not at the end either).
-        num_examples: examples of each task, always the same.
-        items: a random ``sample`` of the task, or its ``first`` examples.
-        items_seed: draws another sample.
-        max_tokens: limit of an answer; by default that of rollouts, else 256.
-        samples: answers to each example.
-        temperature: of sampling; 0 is greedy decoding.
-        top_k: sample from the k likeliest tokens only.
-        top_p: sample from the likeliest tokens that have this probability together.
-        min_p: sample from the tokens of at least this share of the largest probability.
-        min_tokens: an answer does not end before it has so many tokens.
-        repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
-            negative ones.
-        stop: texts, each of which ends an answer where it is complete.
-        num_kl_prompts: so many prompts are answered at the temperature of training, for entropy and the KL from
-            the initial model; by default 64 where a reward model pays, else none.
-        best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
-            is where nothing has a gold answer.
-        patience: so many evaluations in a row without a better primary metric end the run; by default it goes on to
-            its last step.
-        loss: also evaluate the loss of held-out demonstrations; by default where these have no gold answer.
-        engine: what samples the answers; by default what samples rollouts, in a supervised run the native
-            engine.
+        tasks: evaluation tasks. Defaults to the training task's validation split.
+        every: steps between evaluations. 0 or -1 disables all evaluations, including the final one.
+        num_examples: examples per task, the same set each time.
+        items: use a random ``sample`` of examples or the ``first`` ones.
+        items_seed: seed for the random sample.
+        max_tokens: maximum answer length in tokens. Defaults to the rollout limit, or 256 without rollouts.
+        samples: answers per example.
+        temperature: sampling temperature; 0 means greedy decoding.
+        top_k: sample only from the k most likely tokens.
+        top_p: sample only from the most likely tokens whose probabilities add up to this value.
+        min_p: sample only tokens with at least this fraction of the highest probability.
+        min_tokens: minimum tokens per answer.
+        repetition_penalty: divide positive logits, and multiply negative logits, for tokens already in the prompt or
+            answer.
+        stop: strings that end an answer.
+        num_kl_prompts: number of prompts answered at the training temperature to measure entropy and KL from the
+            initial model. Defaults to 64 if a reward model scores completions, otherwise 0.
+        best: metric for ranking runs and selecting ``checkpoints/best``. Defaults to accuracy, or to another available
+            metric without gold answers.
+        patience: stop training after this many consecutive evaluations without a better primary metric. By default,
+            train until the last step.
+        loss: also compute loss on held-out demonstrations. Enabled by default for demonstrations without gold answers.
+        engine: sampling engine. Defaults to the rollout engine, or to native in supervised runs.
     """
 
     tasks: Annotated[ComponentList, conditions.IF_EVALUATED] = Field(default_factory=list)
@@ -68,10 +67,10 @@ class EvalSection(Section):
         for key, is_set in draws.items():
             if is_set and self.temperature == 0:
                 raise ValueError(
-                    f"greedy decoding gives the same answer every time; give a 'temperature' above 0 with {key!r}"
+                    f"greedy decoding always gives the same answer; set 'temperature' above 0 to use {key!r}"
                 )
         if self.patience is not None and self.every == 0:
-            raise ValueError("'patience' counts evaluations, and there are none; give 'every' a number of steps")
+            raise ValueError("'patience' needs evaluations; set 'every' to a number of steps")
         if self.items == "first" and self.items_seed:
-            raise ValueError("'items_seed' draws a sample, and 'items: first' takes none; leave one of them out")
+            raise ValueError("'items_seed' has no effect with 'items: first'; remove one key")
         return self

@@ -1,7 +1,7 @@
-"""Options of a resolved recipe that cannot change what its run does, with the reason.
+"""Find options in resolved recipes that cannot affect training, and say why.
 
-The conditions are declared at the options (``posttrain.acting``): in the annotations of sections, and of the
-keyword-only arguments of components.
+Options declare their conditions (``posttrain.acting``) in annotations on section fields and keyword-only component
+arguments.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from posttrain.recipes.recipe import COMPONENT_KINDS, Recipe
 from posttrain.recipes.sections import Component, RolloutSection, Section, task_components
 from posttrain.untrusted import is_declared
 
-ROOM = 10  # how many times the mismatch of ratios a clip range should be
-BF16_MISMATCH = 5e-3  # what bf16 moves the ratio of a sampled token by, in the mean, on models of 0.1 to 2 billion
+ROOM = 10  # minimum clip range, as a multiple of the ratio mismatch
+BF16_MISMATCH = 5e-3  # mean ratio error per sampled token in bf16, on models with 0.1 to 2 billion parameters
 
 
 @dataclass(frozen=True, slots=True)
 class InertOption:
-    """An option that does nothing in a run.
+    """Option without effect on training.
 
-    ``reason``: why; ``is_exact``: without it the option changes the rounding of the weights. ``is_shown``: the option
-    has another value than its default, or is what its method is about.
+    ``reason``: explanation; ``is_exact``: False if the option only changes weight rounding. ``is_shown``: value
+    differs from the default, or the option is central to its method.
     """
 
     key: str
@@ -40,7 +40,7 @@ class InertOption:
 
 
 def condition_of(field: FieldInfo) -> ActsIf | None:
-    """Return the condition that an option declares."""
+    """Find the condition declared on an option."""
     for extra in field.metadata:
         if isinstance(extra, ActsIf):
             return extra
@@ -48,7 +48,7 @@ def condition_of(field: FieldInfo) -> ActsIf | None:
 
 
 def facts_of(recipe: Recipe, needs: Collection[str]) -> RunFacts:
-    """Return what conditions read of a resolved recipe whose run fills the batch fields ``needs``."""
+    """Collect facts for evaluating conditions from a resolved recipe and the batch fields it ``needs``."""
     scale_free = False
     if recipe.advantage is not None and is_declared(recipe.advantage.name):
         scale_free = bool(registry.find("advantage", recipe.advantage.name).traits.get("scale_free"))
@@ -56,7 +56,7 @@ def facts_of(recipe: Recipe, needs: Collection[str]) -> RunFacts:
 
 
 def find_inert_options(recipe: Recipe, needs: Collection[str]) -> list[InertOption]:
-    """Return the options of a resolved recipe that do nothing, in the order of its keys."""
+    """Find all options without effect in a resolved recipe, in key order."""
     facts = facts_of(recipe, needs)
     found = []
     for key, value, field in _options_of(recipe):
@@ -75,7 +75,7 @@ def find_inert_options(recipe: Recipe, needs: Collection[str]) -> list[InertOpti
 
 
 def ratio_bounds(recipe: Recipe) -> dict[str, float]:
-    """Return by key how far from 1 the objective's bounds of the ratio to the sampler are."""
+    """Compute each ratio bound's distance from 1, by option key."""
     bounds = {}
     for key, value, field in _options_of(recipe):
         condition = condition_of(field)
@@ -85,7 +85,7 @@ def ratio_bounds(recipe: Recipe) -> dict[str, float]:
 
 
 def narrow_bounds(bounds: Mapping[str, float], mismatch: float) -> str:
-    """Return the bounds of the ratio that are less than ``ROOM`` times its mismatch, with their values, in words."""
+    """List ratio bounds within ``ROOM`` times the mismatch, including values, as text."""
     narrow = []
     for key, distance in bounds.items():
         if distance < ROOM * mismatch:
@@ -94,15 +94,15 @@ def narrow_bounds(bounds: Mapping[str, float], mismatch: float) -> str:
 
 
 def option_notes(recipe: Recipe, needs: Collection[str]) -> list[str]:
-    """Return what a resolved recipe's options do not do, or do by rounding: lines for the start of its run."""
+    """Build startup notices about options without effect or with effect on rounding only."""
     narrow = expected_narrow_bounds(ratio_bounds(recipe), recipe.model.dtype, recipe.rollout)
     return [*describe_inert_options(find_inert_options(recipe, needs)), *narrow]
 
 
 def expected_narrow_bounds(bounds: Mapping[str, float], dtype: str, rollout: RolloutSection | None) -> list[str]:
-    """Return a line where ``bounds`` of the ratio are as narrow as what 16 bits round, before anything is measured.
+    """Warn about ratio ``bounds`` close to 16-bit rounding, before measuring the mismatch.
 
-    ``dtype``: of the trained model.
+    ``dtype``: trained model's dtype.
     """
     if rollout is None or rollout.old_logprobs == "trainer":
         return []
@@ -113,13 +113,13 @@ def expected_narrow_bounds(bounds: Mapping[str, float], dtype: str, rollout: Rol
     if not narrow:
         return []
     return [
-        f"{narrow}: in bf16 sampler and trainer round apart, which moves ratios by about {BF16_MISMATCH:g}, and a clip "
-        f"range below {ROOM} times that clips rounding. Set rollout.old_logprobs: trainer"
+        f"{narrow}: sampler and trainer round differently in bf16, which changes ratios by about {BF16_MISMATCH:g}. A "
+        f"clip range below {ROOM} times that mostly clips rounding errors. Set rollout.old_logprobs: trainer"
     ]
 
 
 def _silent_values(field: FieldInfo) -> list[object]:
-    """Return the values at which nobody set an option: its default, and what stands for none."""
+    """List default values for an option, including equivalents for a None default."""
     if field.is_required():
         return []
     default = field.get_default(call_default_factory=True)
@@ -129,7 +129,7 @@ def _silent_values(field: FieldInfo) -> list[object]:
 
 
 def describe_inert_options(options: Collection[InertOption]) -> list[str]:
-    """Return a line for the options of one section or component that do nothing for one reason.
+    """Build one notice for options in the same section or component with the same reason.
 
     ``objective.clip_low, clip_high do nothing: one update per batch of answers (...), so the ratio is 1``.
     """
@@ -145,7 +145,7 @@ def describe_inert_options(options: Collection[InertOption]) -> list[str]:
 
 
 def refuse_inert_option(key: str, options: Collection[InertOption]) -> str:
-    """Return the message that values of ``key`` cannot be compared; empty if the option acts."""
+    """Explain why comparing values for ``key`` is pointless; empty if the option has an effect."""
     for option in options:
         if option.key == key:
             remedy = option.remedy or "Compare another key"
@@ -161,7 +161,7 @@ def _what_they_do(number: int, is_exact: bool) -> str:
 
 
 def _options_of(recipe: Recipe) -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yield the dotted key, the value and the declaration of every option of sections and components."""
+    """Yield (dotted key, value, declaration) for all section and component options."""
     yield from _of_section(recipe, "")
     for path, kind in COMPONENT_KINDS.items():
         value: Any = recipe
@@ -175,14 +175,14 @@ def _options_of(recipe: Recipe) -> Iterator[tuple[str, Any, FieldInfo]]:
 
 
 def _of_component(component: Component, kind: str, where: str) -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yield the options of a component, and of the tasks of a mixture's parts."""
+    """Yield component options, including tasks inside mixtures."""
     if not is_declared(component.name):
         return
     fields = registry.find(kind, component.name, where).options_model.model_fields
     for name, value in component.options.items():
         if name in fields:
             yield f"{where}.{name}", value, fields[name]
-    if type(component) is not Component:  # a reward has a weight, too
+    if type(component) is not Component:  # rewards also have a weight
         for name, field in type(component).model_fields.items():
             if name != "name":
                 yield f"{where}.{name}", getattr(component, name), field

@@ -1,7 +1,7 @@
-"""The JSON Schema of recipe files, by which editors complete keys and mark what is wrong while you type.
+"""JSON Schema for recipe files, used by editors for completion and validation.
 
-It is generated from the sections and the registry, so each component has its own options. What a schema cannot say
-(conditions between keys) ``posttrain train FILE --dry-run`` checks.
+Generated from sections and the registry, so each component lists its options. JSON Schema cannot express conditions
+between keys; ``posttrain train FILE --dry-run`` checks those.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Schema = dict[str, Any]
 
 
 def recipe_schema() -> Schema:
-    """Return the schema of a file that ``posttrain train`` takes, with every component's options.
+    """Build the schema for ``posttrain train`` files, including options for every component.
 
-    A file may extend another recipe, so no section is required, and any value may be null, which takes one away.
+    Files may extend another recipe, so no section is required. Any value may be null, which removes an inherited one.
     """
     schema = Recipe.model_json_schema()
     definitions: Schema = dict(schema.pop("$defs", {}))
@@ -50,7 +50,7 @@ def recipe_schema() -> Schema:
 
 @cache
 def keys_of_sections() -> Mapping[str, tuple[str, ...]]:
-    """Return the keys of a recipe, each with the keys below it; empty for a key that holds a value."""
+    """List recipe keys with nested keys; empty for plain values."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in Recipe.model_fields.items():
         section = _model_in(field.annotation)
@@ -75,12 +75,12 @@ def _of_kind(kind: str, is_list: bool) -> Schema:
     one: Schema = {"$ref": f"#/$defs/component.{kind}"}
     if not is_list:
         return one
-    names = {"type": "string"}  # several, with commas
+    names = {"type": "string"}  # multiple values, separated by commas
     return {"anyOf": [{"type": "array", "items": one}, one, names]}
 
 
 def _component(kind: str, definitions: Schema) -> Schema:
-    """Return the schema of a component: its name, or a mapping with its options."""
+    """Build a component schema: a name, or a mapping with options."""
     names = sorted(ComponentModules()[kind])
     forms: list[Schema] = [{"enum": names}, _CODE, _ANY_OBJECT]
     for name in names:
@@ -90,7 +90,7 @@ def _component(kind: str, definitions: Schema) -> Schema:
             properties["weight"] = {"type": "number", "default": RewardComponent.model_fields["weight"].default}
         form: Schema = {"type": "object", "properties": properties, "additionalProperties": False, "required": ["name"]}
         if kind == "optimizer" and name == "adamw":
-            form["required"] = []  # options without a name are adamw's
+            form["required"] = []  # options without a name belong to adamw
         forms.append(form)
     return {"anyOf": forms}
 
@@ -99,14 +99,14 @@ def _options(kind: str, name: str, definitions: Schema) -> Schema:
     model = registry.find(kind, name, kind).options_model
     try:
         schema = model.model_json_schema(ref_template="#/$defs/{model}")
-    except PydanticInvalidForJsonSchema:  # an option of a type that only Python has
+    except PydanticInvalidForJsonSchema:  # Python-only option type
         return {"properties": {key: {} for key in model.model_fields}}
     definitions.update(schema.pop("$defs", {}))
     return dict(schema)
 
 
 def _loosen(part: Schema) -> None:
-    """Let every key be absent or null, as in a file that extends another one."""
+    """Make every key optional and nullable, as in files that extend another recipe."""
     for form in (part, *part.get("anyOf", ())):
         if form.get("type") == "object" and "properties" in form:
             form["required"] = [key for key in form.get("required", ()) if key == "name"]

@@ -1,7 +1,7 @@
-"""Recipes of runs that earlier versions have stored, in the keys of this version.
+"""Upgrade stored recipes from earlier versions to current keys.
 
-A stored recipe has every key that its version knew, defaults included, so a key that is absent did not exist. If such a
-run is resumed with a later version, a key that came since must not change it.
+Stored recipes contain every key known to their version, including defaults, so a missing key did not exist yet. Newer
+keys must not change an older run on resume.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Sections with a key called name that is no component's.
+# Sections with a plain ``name`` key instead of a component name.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_DEPTH = 20
 
 
 @dataclass(frozen=True)
 class Older:
-    """Keys that differ between versions: ``train.lr`` in a section, ``grpo.clip_low`` as an option of a component.
+    """Key changes between versions, e.g. ``train.lr`` in a section or ``grpo.clip_low`` in a component.
 
     Args:
-        sections: sections of every recipe of the kind that a run has stored. A recipe that somebody writes has fewer,
-            and means today's defaults.
-        added: keys whose default is not what earlier versions did, with the value that is.
-        removed: keys that this version does not have, with the value with which they did what it does now.
-        renamed: the key of today (its last part) by the earlier key.
+        sections: sections present in every stored recipe. Handwritten recipes have fewer, and use current defaults.
+        added: new keys, with values that reproduce earlier behavior.
+        removed: deleted keys, with values that match current behavior.
+        renamed: earlier key name to new key name (last part only).
     """
 
     sections: frozenset[str] = frozenset()
@@ -33,9 +32,9 @@ class Older:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def bring_up_to_date(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a stored recipe with the keys of this version; any other recipe as it is.
+        """Upgrade a stored recipe to current keys. Other recipes are returned unchanged.
 
-        A removed key with another value stays, and is refused by its name.
+        If a removed key has a different value, it stays and validation rejects it by name.
         """
         if "extends" in content or not content.keys() >= self.sections:
             return dict(content)
@@ -43,7 +42,7 @@ class Older:
         return changed
 
     def _change(self, value: Any, place: str) -> Any:
-        """Change what is at a dotted key, and all below."""
+        """Upgrade a value and everything nested in it."""
         if place.count(".") > _MAX_DEPTH:
             return value
         if isinstance(value, list):
@@ -67,7 +66,7 @@ class Older:
         return changed
 
 
-# Since 0.2.0: the auxiliary loss of routers that a model's configuration asks for was not trained.
+# Before 0.2.0, router auxiliary losses requested by model configs were not trained.
 OLDER_RECIPES = Older(
     sections=frozenset({"model", "prompt", "optimizer", "train", "eval"}), added={"train.router_aux_loss_coef": 0.0}
 )

@@ -1,4 +1,4 @@
-"""The sections of models next to the one that is trained: heads and teachers."""
+"""Recipe sections for value heads, reward heads and teachers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from posttrain.recipes.sections import Section
 
 
 class HeadSection(Section):
-    """The head of a value or reward model: one linear layer, fp32.
+    """Linear value or reward head, in fp32.
 
     Args:
-        trunk: a value head is on a model of its own (``separate``, which starts as a copy of the policy) or on
-            the policy's (``shared``); a reward head is always on the model that is trained.
-        init_std: standard deviation of its initial weights.
-        lr_ratio: multiplies the learning rate of the head and of a separate trunk.
+        trunk: attach a value head to a ``separate`` model (initialized from the policy) or to the policy (``shared``).
+            Reward heads always use the trained model.
+        init_std: standard deviation for weight initialization.
+        lr_ratio: learning rate multiplier for the head and a separate trunk.
     """
 
     trunk: Literal["separate", "shared"] = "separate"
@@ -27,22 +27,21 @@ class HeadSection(Section):
 
 
 class TeacherSection(Section):
-    """The teacher of objectives that read one.
+    """Teacher for distillation objectives.
 
     Args:
-        name: a model, or ``self``: the model that is trained, whose prompt has something that the student does not see.
-        sees: with ``self``, what the teacher's prompt has in addition: a right answer of another sample of the group
-            (``right_sample``), the row's ``solution`` and answer, the ``response`` that the row gives, or what the
-            ``environment`` says of the answer (its ``get_feedback``).
-        prompt_format: with ``self``, its prompt, in which ``{question}`` and ``{shown}`` stand for the question and for
-            what it sees; by default the question, this and the question again.
-        weights: with ``self``, those of the teacher: ``live`` (as they are when answers are sampled), of the ``start``,
-            or their exponential moving average (``ema``).
-        ema_decay: the share of the average that an update keeps.
-        top_k: candidates whose probabilities are kept for each token.
-        support: whose likeliest tokens the candidates are, the teacher's or the student's.
-        dtype: type of its weights; by default the student's.
-        trust_remote_code: run Python code that comes with the teacher; allowed on the command line only.
+        name: model name, or ``self`` to teach the trained model with extra information in the prompt.
+        sees: extra information with ``self``: a correct answer from the same group (``right_sample``), the dataset's
+            ``solution`` and answer, its ``response``, or ``environment`` feedback (``get_feedback``).
+        prompt_format: teacher prompt format with ``self``. Must contain ``{question}`` and ``{shown}`` (the extra
+            information). By default, the question is repeated after the extra information.
+        weights: teacher weights with ``self``: ``live`` (current weights during sampling), ``start`` (initial
+            weights), or ``ema`` (exponential moving average).
+        ema_decay: EMA decay per update.
+        top_k: number of candidate tokens with stored probabilities per position.
+        support: choose the most likely candidates under the ``teacher`` or the ``student``.
+        dtype: weight dtype. Defaults to the student dtype.
+        trust_remote_code: run Python code shipped with the teacher. Allowed only on the command line.
     """
 
     name: str

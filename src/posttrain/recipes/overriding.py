@@ -1,4 +1,4 @@
-"""Plain data of a recipe laid over other data, and dotted keys set in it: what replaces what."""
+"""Merge recipe data and set dotted keys."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from posttrain.errors import RecipeError
 from posttrain.strict_yaml import MAX_DEPTH, MAX_KEY_CHARS, read_option
 from posttrain.untrusted import cut_end
 
-# Sections that have a key called name, and are no components: what is not given stays as it was below.
+# Sections with a plain ``name`` key that are not components. Unspecified keys keep inherited values.
 _NAMED_SECTIONS = ("model", "teacher")
-# Keys of the length of a training: one replaces the other.
+# Training length keys. Setting one removes the other.
 LENGTHS = ("steps", "num_epochs")
-# A value as YAML has it: a comma in quotes or brackets is its own.
+# YAML value; commas inside quotes or brackets do not split.
 _VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
 
 
 def split_values(listed: str) -> list[str]:
-    """Split ``1e-4,3e-4`` into values at its commas, but not at those in quotes or brackets.
+    """Split ``1e-4,3e-4`` at commas, ignoring commas inside quotes or brackets.
 
-    If one between commas is missing, the last value is empty.
+    If a value between commas is missing, the last value is empty.
     """
     found = _VALUE.findall(listed)
     values = [value.strip() for value in found]
@@ -32,11 +32,12 @@ def split_values(listed: str) -> list[str]:
 
 
 def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Set dotted keys in plain data, in place: whole components before their options, in whichever order they come.
+    """Set dotted keys in place. Whole components are set before component options, regardless of order.
 
-    With another task, ``eval.tasks`` of the earlier one go.
+    Changing the task drops earlier ``eval.tasks``.
 
-    Return the keys with the numbers of list entries that they named.
+    Returns:
+        Keys with names of list entries resolved to indices.
 
     Raises:
         RecipeError: see ``apply_override``.
@@ -50,7 +51,7 @@ def apply_overrides(data: dict[str, object], overrides: Sequence[tuple[str, str]
 
 
 def _drop_evaluation_of(before: object, data: dict[str, object]) -> None:
-    """Remove ``eval.tasks`` where another task is trained on than ``before``: evaluation is then of the new task."""
+    """Remove ``eval.tasks`` after a task change, so evaluation uses the new task."""
     name = _component_name(data.get("task"))
     evaluation = data.get("eval")
     if before is None or name in (None, _component_name(before)) or not isinstance(evaluation, Mapping):
@@ -71,13 +72,13 @@ def _component_name(component: object) -> object:
 
 
 def apply_override(data: dict[str, Any], key: str, value: str) -> str:
-    """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
+    """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in place.
 
-    ``value`` is read as YAML. A name for a whole component (``objective reinforce``) replaces its options too. Returns
-    the key with numbers.
+    ``value`` is parsed as YAML. A plain name for a component (``objective reinforce``) also replaces its options.
+    Returns the key with list indices.
 
     Raises:
-        RecipeError: the path runs through something that is not a section.
+        RecipeError: the path goes through a value that isn't a section.
     """
     shown = cut_end(key, MAX_KEY_CHARS)
     parsed: object = ""
@@ -85,7 +86,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
         parsed = read_option(value, shown)
     parts = key.split(".")
     if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {shown}: there is no such key; write it like train.lr")
+        raise RecipeError(f"command line: {shown}: no such key; write it like train.lr")
     target: Any = data
     for i, part in enumerate(parts):
         place = _place_in(target, part, ".".join(parts[: i + 1]))
@@ -99,7 +100,7 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
             child = target[place]
         if child is None:
             child = {}
-        elif isinstance(child, str):  # a bare name gains options
+        elif isinstance(child, str):  # give a plain name options
             child = {"name": child}
         elif not isinstance(child, dict | list):
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
@@ -112,10 +113,10 @@ def apply_override(data: dict[str, Any], key: str, value: str) -> str:
 
 
 def _place_in(entries: Mapping[str, object] | list[object], part: str, path: str) -> str | int:
-    """Return a key of a section (``ppo-epochs`` is ``ppo_epochs``), or the index of a list's entry by number or name.
+    """Resolve a section key (``ppo-epochs`` to ``ppo_epochs``), or a list index by number or name.
 
     Raises:
-        RecipeError: a list has no such entry, or several of that name.
+        RecipeError: missing or ambiguous list entry.
     """
     if not isinstance(entries, list):
         if part in entries:
@@ -128,28 +129,30 @@ def _place_in(entries: Mapping[str, object] | list[object], part: str, path: str
         return names.index(part)
     if part in names:
         numbers = " and ".join(str(place) for place, name in enumerate(names) if name == part)
-        raise RecipeError(f"command line: {path}: the list has several entries {part!r}; give the number, {numbers}")
+        raise RecipeError(
+            f"command line: {path}: the list has multiple entries named {part!r}; give an index, {numbers}"
+        )
     named = [name for name in names if isinstance(name, str)]
-    there = "there is nothing in the list"
+    there = "the list is empty"
     if entries:
         there = f"the list has entries 0 to {len(entries) - 1}"
     if named:
         there += f" ({', '.join(named)})"
-    raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
+    raise RecipeError(f"command line: {path}: {there}; give the whole list, or one entry")
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = False) -> dict[str, Any]:
-    """Return plain data of a recipe with changes laid over it; see ``Document.extend`` for the rules.
+    """Merge changes into recipe data. See ``Document.extend`` for the rules.
 
-    ``inside`` a section or component, ``null`` is a value like any other (``max_grad_norm: null``). Changes that name
-    another task and no ``eval.tasks`` inherit none.
+    ``inside`` sections and components, ``null`` is an ordinary value (``max_grad_norm: null``). Changes with a new
+    task but without ``eval.tasks`` inherit no evaluation tasks.
     """
     merged = dict(below)
     _displace(merged, above)
     for key, value in above.items():
         known: object = merged.get(key)
         if isinstance(known, str) and isinstance(value, Mapping):
-            known = {"name": known}  # a bare name, which may gain options
+            known = {"name": known}  # plain name that may gain options
         joins = isinstance(value, Mapping) and ("name" not in value or key in _NAMED_SECTIONS)
         if joins and isinstance(known, Mapping):
             merged[key] = merge(known, value, inside=True)
@@ -164,7 +167,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], inside: bool = Fal
 
 
 def _displace(below: dict[str, object], above: Mapping[str, object]) -> None:
-    """Remove a length from ``below`` where ``above`` has another one."""
+    """Remove training length keys from ``below`` if ``above`` sets a different one."""
     given = [key for key in LENGTHS if above.get(key) is not None]
     if given:
         for key in LENGTHS:
@@ -173,7 +176,7 @@ def _displace(below: dict[str, object], above: Mapping[str, object]) -> None:
 
 
 def flatten(data: object, prefix: str = "") -> dict[str, Any]:
-    """Return the dotted keys of nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
+    """List dotted keys for nested mappings and lists: ``{"train": {"lr": 1}}`` gives ``{"train.lr": 1}``."""
     if not isinstance(data, Mapping | list) or not data:
         return {prefix: data}
     pairs: Iterable[tuple[object, object]] = enumerate(data)

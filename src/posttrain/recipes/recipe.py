@@ -1,8 +1,8 @@
-"""A recipe: YAML plus overrides, strict, with a resolved dump that reruns it.
+"""Recipe schema: strict YAML plus overrides, with a resolved dump for exact reruns.
 
-A recipe names components (objective, advantage, reward, task, ...), whose options are checked against the signature of
-the function of that name, and has ``sections`` for everything else. Unknown keys are refused with a suggestion and the
-line in the file. No torch is imported here; ``Recipe.resolve`` imports the modules of the components.
+Recipes name components (objective, advantage, reward, task, ...) and configure everything else in ``sections``.
+Component options are validated against function signatures. Unknown keys are rejected with a suggestion and line
+number. Torch is not imported here; ``Recipe.resolve`` imports component modules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from posttrain.recipes.sections import (
 )
 from posttrain.untrusted import declare_code, is_declared, without_remote_code
 
-# The components of a recipe by dotted key (one, or a list of them), with their kind.
+# Component kinds by dotted key (single components and lists).
 COMPONENT_KINDS = {
     "task": "task",
     "environment": "environment",
@@ -56,10 +56,10 @@ COMPONENT_KINDS = {
     "track": "tracker",
 }
 
-KL_PROMPTS = 64  # default of eval.num_kl_prompts where a reward model pays
-# Documents that are no recipe of one run, by their keys: what they are, and the command that takes them.
+KL_PROMPTS = 64  # default eval.num_kl_prompts with a reward model
+# Documents other than single-run recipes, detected by key: description and matching command.
 _OTHERS = {
-    ("rows",): ("is a sweep of several runs", "sweep"),
+    ("rows",): ("is a sweep over multiple runs", "sweep"),
     ("dictionary",): ("trains a dictionary", "sae train"),
     ("changes",): ("compares two models", "sae diff"),
 }
@@ -72,33 +72,33 @@ def _named_adamw(value: object) -> object:
 
 
 class Recipe(Content):
-    """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
+    """Single experiment. ``rollout`` selects reinforcement learning, ``data`` supervised training.
 
     Args:
-        description: what it is, and what to watch.
-        model: the model that is trained.
-        task: examples, with answers or demonstrations.
-        prompt: how an example becomes a prompt.
-        rewards: rewards of a completion, whose weighted sum is optimized; by default ``correct``.
-        environment: what answers between the turns of a completion.
-        tools: functions that a completion may call, as ``module:function``.
-        rollout: sampling of completions.
-        data: supervised rows.
-        advantage: advantages from rewards; by default what the objective needs.
-        kl_in_reward: a KL penalty in the reward.
-        correction: weights for the mismatch of sampler and trainer.
-        masks: tokens that are left out of the policy's term, chosen over the whole batch of an update.
-        objective: the loss.
-        regularize: KL and entropy terms of the loss.
-        reference: makes the reference move; without it the reference is the model at the start.
-        head: head of a value or reward model.
-        teacher: teacher model, for distillation.
-        aggregate: how the values of tokens or pairs are averaged.
-        optimizer: ``adamw``, which needs no name next to its options, or ``muon``.
-        train: the training loop.
+        description: summary, and metrics to watch.
+        model: model to train.
+        task: examples with answers or demonstrations.
+        prompt: conversion from examples to prompts.
+        rewards: reward functions, optimized as a weighted sum. Defaults to ``correct``.
+        environment: environment for multi-turn completions.
+        tools: functions callable from completions, as ``module:function``.
+        rollout: sampling settings.
+        data: supervised data settings.
+        advantage: advantage estimator. Defaults to whatever the objective needs.
+        kl_in_reward: KL penalty added to rewards.
+        correction: importance weights for sampler-trainer mismatch.
+        masks: tokens to exclude from the policy loss, chosen over each optimizer batch.
+        objective: loss function.
+        regularize: KL and entropy loss terms.
+        reference: moving reference updates. Without this section, the reference stays at the initial model.
+        head: value or reward head.
+        teacher: distillation teacher.
+        aggregate: averaging over tokens or pairs.
+        optimizer: ``adamw`` (the name may be omitted if options are given) or ``muon``.
+        train: training loop settings.
         eval: held-out evaluation.
-        scale: number of processes and sharding.
-        track: where the metrics are shown in addition to ``metrics.jsonl``.
+        scale: processes and sharding.
+        track: additional metric trackers besides ``metrics.jsonl``.
     """
 
     older = OLDER_RECIPES
@@ -135,7 +135,7 @@ class Recipe(Content):
         return self
 
     def rules(self) -> Iterator[Rule]:
-        """Yield conditions between sections that need no component; ``training/checks`` has those that do."""
+        """Yield rules across sections that need no component. ``training/checks`` has the remaining rules."""
         yield from self._mixture_rules()
         yield from self._rules_of_weights()
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
@@ -145,14 +145,14 @@ class Recipe(Content):
             yield self.data is not None, "data", one
         if self.data is not None:
             for key in ("advantage", "kl_in_reward", "correction", "masks"):
-                alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
+                alone = f": {key!r} works only with 'rollout', not in supervised recipes; remove it"
                 yield getattr(self, key) not in (None, []), key, alone
-        whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
+        whole = ": fp64 weights need fp32 precision here; set it to fp32, or use model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
         if self.reference is not None:
-            base = ": the reference of an adapter is its base, which cannot move; leave one of the two out"
+            base = ": adapters use their fixed base as reference; remove 'reference' or 'model.adapter'"
             yield self.model.adapter, "reference", base
-            whole = ": a reference that moves is whole in every process; use scale.sharding none, or leave it out"
+            whole = ": moving references are not supported with sharded weights; use scale.sharding none, or remove it"
             yield self.scale.sharding != "none", "reference", whole
         if self.data is not None:
             yield from self._supervised_rules()
@@ -160,15 +160,15 @@ class Recipe(Content):
             yield from self._rollout_rules(self.rollout)
 
     def _rules_of_weights(self) -> Iterator[Rule]:
-        """Yield conditions of averages, of routers' loss, and of what a teacher sees."""
+        """Yield rules for weight averages, router losses and self-teaching."""
         is_sharded = self.scale.sharding != "none"
-        whole = ": it is not kept for sharded weights; use scale.sharding none, or leave it out"
+        whole = ": not supported with sharded weights; use scale.sharding none, or remove it"
         for key in ("router_aux_loss_coef", "ema_decay"):
             yield getattr(self.train, key) and is_sharded, f"train.{key}", whole
         if self.teacher is None:
             return
         yield self.teacher.weights == "ema" and is_sharded, "teacher.weights", whole
-        silent = ": there is no environment that says anything of an answer; give 'environment', or another value"
+        silent = ": no environment can give feedback; set 'environment', or choose another value"
         yield self.teacher.sees == "environment" and self.environment is None, "teacher.sees", silent
 
     def _mixture_rules(self) -> Iterator[Rule]:
@@ -187,21 +187,21 @@ class Recipe(Content):
     def _supervised_rules(self) -> Iterator[Rule]:
         for key in ("environment", "tools"):
             turns = (
-                f": {key!r} answers a model that samples; give 'rollout', or leave it out. A recipe with 'rollout' "
-                "whose model.name is this run evaluates it in turns before the first step"
+                f": {key!r} needs sampling; give 'rollout', or remove it. To evaluate this run in multiple turns, "
+                "set it as model.name in a recipe with 'rollout', which evaluates before the first step"
             )
             yield getattr(self, key), key, turns
         for key in ("ppo_epochs", "num_minibatches"):
-            reused = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
+            reused = f": ppo_epochs and num_minibatches apply to rollout batches, not to 'data'; remove {key}"
             yield getattr(self.train, key) != 1, f"train.{key}", reused
 
     def _rollout_rules(self, rollout: RolloutSection) -> Iterator[Rule]:
-        noisy = ": noise on the embeddings would train another policy than the one that sampled; it is for 'data'"
+        noisy = ": embedding noise would change the policy between sampling and training; use it only with 'data'"
         yield self.train.neftune_noise_alpha is not None, "train.neftune_noise_alpha", noisy
         if self.environment is None and not self.tools:
             for key in (*TURN_DEFAULTS, "max_turn_tokens"):
                 one_turn = (
-                    f": {key} is for completions of several turns; give 'environment' or 'tools', or leave it out"
+                    f": {key} applies only to multi-turn completions; give 'environment' or 'tools', or remove it"
                 )
                 yield getattr(rollout, key) is not None, f"rollout.{key}", one_turn
         compared = (
@@ -210,12 +210,12 @@ class Recipe(Content):
         yield self.correction is not None and rollout.old_logprobs != "trainer", "correction", compared
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
-        """Return the recipe with the options of all components checked and completed.
+        """Validate component options and fill in defaults.
 
-        ``to_read``: nothing is built from it, so a component that is code that nobody allowed stays as it is.
+        ``to_read``: keep unallowed code components unresolved, because nothing will be built.
 
         Raises:
-            UnknownComponent, RecipeError: with the key that is wrong.
+            UnknownComponent, RecipeError: with the invalid key.
             UnallowedCode: a stored recipe names code.
         """
 
@@ -231,7 +231,7 @@ class Recipe(Content):
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):
-            if not to_read and ":" in tool:  # one without a module is refused where it is built
+            if not to_read and ":" in tool:  # tools without a module are rejected later, in the code that builds tools
                 registry.import_component("tool", tool, f"tools.{index}")
         for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
@@ -246,7 +246,7 @@ class Recipe(Content):
         return resolved
 
     def _fill_defaults(self) -> None:
-        """Fill in the components that follow from the objective: aggregation, selection, advantage and head."""
+        """Fill in components implied by the objective: aggregation, selection, advantage and head."""
         traits = registry.find("objective", self.objective.name, "objective").traits
         level = traits.get("level", "token")
         if self.aggregate is None and level == "token":
@@ -257,13 +257,13 @@ class Recipe(Content):
             self.regularize = self.regularize or RegularizeSection()
         elif self.regularize is not None:
             raise RecipeError(
-                f"regularize: objective {self.objective.name!r} has no policy term that a KL or an entropy bonus could "
-                "be added to; leave 'regularize' out"
+                f"regularize: objective {self.objective.name!r} has no policy term for KL or entropy regularization; "
+                "remove 'regularize'"
             )
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
         if self.eval.num_kl_prompts is None:
-            # A policy that a model rewards may be pulled away from where it began.
+            # Reward models can pull a policy away from its initial model.
             is_pulled = self._is_rewarded_by_a_model() and self.eval.every > 0 and not self.trains_scorer
             self.eval.num_kl_prompts = 0
             if is_pulled:
@@ -294,14 +294,14 @@ class Recipe(Content):
                 self.advantage = Component(name="gae")
 
     def with_seed(self, seed: int) -> Recipe:
-        """Return the recipe with ``train.seed``."""
+        """Create a recipe copy with a different ``train.seed``."""
         return self.model_copy(update={"train": self.train.model_copy(update={"seed": seed})})
 
     @property
     def trains_scorer(self) -> bool:
-        """True if a reward model is trained, and no policy.
+        """True if training a reward model instead of a policy.
 
-        Where the objective of a stored recipe may not be imported, its sections decide: a head on data scores.
+        If a stored recipe's objective may not be imported, its sections decide: head plus data means a reward model.
         """
         traits = registry.traits_of("objective", self.objective.name)
         if traits is None:
@@ -310,10 +310,10 @@ class Recipe(Content):
 
 
 def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:
-    """Return the recipe that a run has stored, to read from: it allows no code, neither its own nor a model's.
+    """Load a run's stored recipe for reading. Custom code and remote model code stay disabled.
 
     Raises:
-        RecipeError: this version does not know its keys.
+        RecipeError: unknown keys in this version.
     """
     return validate_recipe(without_remote_code(stored), place, is_own=False)
 
@@ -321,9 +321,9 @@ def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:
 def load_recipe(
     name_or_path: str | Mapping[str, object], overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True
 ) -> Recipe:
-    """Read a recipe, apply dotted overrides, validate. Components are checked by ``resolve``.
+    """Load a recipe, apply dotted overrides, and validate. Component options are validated by ``resolve``.
 
-    A mapping is the recipe itself. ``is_own``: a file of the user's may name code (``untrusted``).
+    Mappings are used directly. ``is_own``: written by the user, so custom code is allowed (``untrusted``).
 
     Raises:
         RecipeError: with file, line and key.
@@ -336,7 +336,7 @@ def load_recipe(
 
 
 def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a line for each component that the command line replaces, with the options of the recipe that go."""
+    """List recipe options lost when command line overrides replace a component, one line per component."""
     document = Document.load(Recipe, name_or_path).extend()
     below = document.content
     after = document.override(overrides).content
@@ -351,15 +351,15 @@ def lost_options(name_or_path: str | Mapping[str, object], overrides: Sequence[t
         lost = [f"{option} ({before[option]})" for option in before if option not in kept]
         if lost:
             was = f"{kept.get('name')} in place of {before['name']}"
-            lines.append(f"{key}: {was}, whose options in the recipe are left out: {', '.join(lost)}")
+            lines.append(f"{key}: {was}, dropping recipe options: {', '.join(lost)}")
     names_tasks = any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides)
     if _value_at(below, "eval.tasks") and not _value_at(after, "eval.tasks") and not names_tasks:
-        lines.append("eval.tasks: those of the recipe are left out with its task; evaluation is of the new task")
+        lines.append("eval.tasks: dropped because the task changed; evaluation uses the new task")
     return lines
 
 
 def _value_at(content: Mapping[str, object], key: str) -> object:
-    """Return the value under a dotted key; None where there is none."""
+    """Look up a dotted key; None if missing."""
     value: object = content
     for part in key.split("."):
         if isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -372,9 +372,9 @@ def _value_at(content: Mapping[str, object], key: str) -> object:
 
 
 def validate_recipe(data: Mapping[str, object], place: str = "recipe", *, is_own: bool = True) -> Recipe:
-    """Return a ``Recipe`` from plain data; errors name ``place`` and the key.
+    """Validate plain data as a ``Recipe``. Errors mention ``place`` and the key.
 
-    ``is_own``: the caller has written it, so code that it names is allowed; False for data from a file.
+    ``is_own``: data written by the caller, so custom code is allowed; False for data from files.
     """
     if is_own:
         declare_code(data)

@@ -1,4 +1,4 @@
-"""The sections of a recipe that hold a policy near a reference, with types, bounds and defaults."""
+"""Recipe sections that keep the policy close to a reference."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from posttrain.recipes.sections import Section
 
 
 class RegularizeSection(Section):
-    """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
+    """Per-token policy regularization: ``β · KL(π‖π_ref) − c_H · H(π)``.
 
-    On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of
-    KL(π_ref‖π), of k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). k3_weighted is
-    ρ · k3 with ρ = π/μ, whose gradient is that of KL(π‖π_ref) in later updates on the same samples, too (DeepSeek-V3.2
+    On-policy, the expected k2 gradient equals the KL(π‖π_ref) gradient, k3 (used by GRPO) gives KL(π_ref‖π), and k1
+    gives zero (Tang & Munos 2025, section 3). k1 is correct as a reward penalty (``kl_in_reward``). k3_weighted
+    multiplies k3 by ρ = π/μ, so later updates on the same samples also follow the KL(π‖π_ref) gradient (DeepSeek-V3.2
     2025, section 3.1).
 
     Args:
-        kl_coef: β; 0 loads no reference model.
-        kl_estimator: estimator of the KL from the sampled tokens, differentiated as it stands.
-        entropy_coef: c_H, the entropy bonus.
+        kl_coef: β. 0 loads no reference model.
+        kl_estimator: KL estimator on sampled tokens, differentiated directly.
+        entropy_coef: entropy bonus c_H.
     """
 
     kl_coef: Annotated[float, conditions.IF_POLICY_DRIFTS] = Field(default=0.0, ge=0)
@@ -30,13 +30,13 @@ class RegularizeSection(Section):
 
 
 class ReferenceSection(Section):
-    """A reference that moves with the policy (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656, eq. 5 and 6).
+    """Moving reference (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656, eq. 5 and 6).
 
-    After every n-th update ``ref ← α π + (1 − α) ref``. Its log-probabilities are computed again before each update; a
-    penalty in the reward is of the reference at sampling.
+    Every n updates, ``ref ← α π + (1 − α) ref``. Reference log-probabilities are recomputed before each update. A KL
+    penalty in the reward uses the reference at sampling time.
 
     Args:
-        every: n; 512 in the paper. With ``mixing: 1`` the reference becomes the policy.
+        every: n; 512 in the paper. ``mixing: 1`` replaces the reference by the policy.
         mixing: α; 0.6 in the paper.
     """
 
@@ -45,15 +45,15 @@ class ReferenceSection(Section):
 
 
 class KLInRewardSection(Section):
-    """A penalty inside the reward: −weight · KL to the reference, at every token.
+    """KL penalty in the reward: −weight · KL to the reference, per token.
 
-    Advantages of whole completions see the sum over the tokens; advantages per token see each.
+    Sequence-level advantages use the sum over tokens. Token-level advantages use each value.
 
     Args:
-        weight: weight of the KL.
-        estimator: estimator of the KL from the sampled tokens.
-        target: KL in nats per completion that the weight adapts to (Ziegler et al. 2019, section 2.2).
-        horizon: completions over which it adapts.
+        weight: KL weight.
+        estimator: KL estimator on sampled tokens.
+        target: target KL for the adaptive weight, in nats per completion (Ziegler et al. 2019, section 2.2).
+        horizon: adaptation horizon in completions.
     """
 
     weight: Annotated[float, conditions.IF_SAMPLER_DRIFTS] = Field(ge=0)
@@ -64,5 +64,5 @@ class KLInRewardSection(Section):
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         if self.target is not None and self.weight == 0:
-            raise ValueError("a weight of 0 is multiplied and never moves towards 'target'; start from 0.01 or so")
+            raise ValueError("an adaptive weight of 0 can never move towards 'target'; start at 0.01")
         return self

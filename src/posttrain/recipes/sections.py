@@ -1,6 +1,6 @@
-"""The sections of a recipe, with types, bounds and defaults.
+"""Recipe sections with types, bounds and defaults.
 
-Components (objective, reward, task, ...) are not declared here: the signature of the function is their schema
+Components (objective, reward, task, ...) are not declared here: each function's signature is its schema
 (``registry``).
 """
 
@@ -21,21 +21,21 @@ from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
 
-# A number of steps; 0 and -1 mean never.
+# Step count; 0 and -1 disable.
 Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
 
 
-EMBEDDED_MODELS = ("tiny", "tiny-sft")  # in the package: a base model, and its run of `tiny/sft` with seed 0
+EMBEDDED_MODELS = ("tiny", "tiny-sft")  # shipped models: a base model, and a `tiny/sft` run with seed 0
 
 
 class Section(Options):
-    """A part of a recipe; unknown keys are refused."""
+    """Recipe section. Unknown keys are rejected."""
 
     model_config = ConfigDict(validate_default=True)
 
 
 class Component(Options):
-    """A named function with its options; a bare string is a name without options."""
+    """Named function with options. A plain string is a name without options."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -53,10 +53,10 @@ class Component(Options):
 
 
 def read_component(value: object, where: str) -> Component:
-    """Return a component from its name or from plain data.
+    """Parse a component from a name or plain data.
 
     Raises:
-        RecipeError: with the key; it has no name, or one that is no text.
+        RecipeError: missing name, or a name that isn't text. The message starts with the key.
     """
     try:
         return Component.model_validate(value)
@@ -65,28 +65,28 @@ def read_component(value: object, where: str) -> Component:
 
 
 class RewardComponent(Component):
-    """A reward with the weight that it has in the sum.
+    """Weighted reward.
 
     Args:
-        weight: of this reward in the weighted sum.
+        weight: multiplier in the reward sum.
     """
 
     weight: Annotated[float, IF_REWARDS_DIFFER] = 1.0
 
 
 class MaskComponent(Component):
-    """A mask over tokens of the optimizer batch.
+    """Mask over optimizer batch tokens.
 
     Args:
-        divisor: the tokens and rows that the means of the loss divide by: ``all``, or those that are ``kept``. With
-            ``kept`` the terms of ``regularize`` are of the kept tokens, too.
+        divisor: normalize the loss by ``all`` tokens and rows, or only by ``kept`` ones. ``kept`` also restricts the
+            ``regularize`` terms to kept tokens.
     """
 
     divisor: Literal["all", "kept"] = "all"
 
 
 def as_list(value: object) -> object:
-    """Return a list of components from one: a mapping, or names with commas between them (``tensorboard,wandb``)."""
+    """Wrap a single mapping in a list, or split comma-separated names (``tensorboard,wandb``)."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",")]
     if not isinstance(value, Mapping):
@@ -95,12 +95,12 @@ def as_list(value: object) -> object:
 
 
 ComponentList = Annotated[list[Component], BeforeValidator(as_list)]
-MIXTURE = "mixture"  # the task whose parts are tasks: {name: mixture, parts: [{task: gsm8k, weight: 2}, ...]}
+MIXTURE = "mixture"  # task that combines other tasks: {name: mixture, parts: [{task: gsm8k, weight: 2}, ...]}
 _PART_NAME = re.compile(r"[\w.+-]{1,64}")
 
 
 class Part(Options):
-    """A part of a mixture: its task, its weight, and its name, by default the task's."""
+    """Mixture part: a task, a weight, and a name (defaults to the task name)."""
 
     task: Component
     weight: float = Field(default=1.0, gt=0)
@@ -114,19 +114,19 @@ class Part(Options):
 
 
 def parts_of(component: Component) -> list[Part]:
-    """Return the parts of a mixture; of any other task none."""
+    """List a mixture's parts; empty for any other task."""
     if component.name != MIXTURE:
         return []
     return read_parts(component.options.get("parts"), "task")
 
 
 def task_components(component: Component) -> list[Component]:
-    """Return the tasks of a mixture's parts; of any other task itself."""
+    """List a mixture's tasks, or just the given task."""
     return [part.task for part in parts_of(component)] or [component]
 
 
 def map_tasks(component: Component, change: Callable[[Component], Component]) -> Component:
-    """Return ``change`` of a task; of a mixture the same mixture of changed parts."""
+    """Apply ``change`` to a task, or to every task in a mixture."""
     parts = parts_of(component)
     if not parts:
         return change(component)
@@ -135,10 +135,10 @@ def map_tasks(component: Component, change: Callable[[Component], Component]) ->
 
 
 def read_parts(value: object, where: str) -> list[Part]:
-    """Read the parts that stand in the key ``parts`` of ``where``.
+    """Parse the list under ``{where}.parts``.
 
     Raises:
-        RecipeError: the first fault, after its dotted key.
+        RecipeError: first invalid entry, with its dotted key.
     """
     if not isinstance(value, list) or not value:
         form = "give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
@@ -151,25 +151,25 @@ def read_parts(value: object, where: str) -> list[Part]:
         except ValidationError as error:
             raise RecipeError(explain_validation(error, Part.model_fields, key, "a part")) from None
         if part.task.name == MIXTURE:
-            raise RecipeError(f"{key}.task: a part is no mixture itself; write its parts next to the others")
+            raise RecipeError(f"{key}.task: mixtures cannot be nested; list all parts in one mixture")
         if ":" not in part.task.name and part.task.name not in registry.names("task"):
             registry.find("task", part.task.name, f"{key}.task")
         if not _PART_NAME.fullmatch(part.name):
-            form = f"a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
+            form = f"part names may contain letters, digits and _ . + -; got {part.name[:80]!r}"
             raise RecipeError(f"{key}.name: {form}")
         if part.name in parts:
             other = f"{where}.parts.{list(parts).index(part.name)}"
-            raise RecipeError(f"{key}.name: {other} is called {part.name!r}, too; give one of them another 'name'")
+            raise RecipeError(f"{key}.name: {other} is also called {part.name!r}; give one part a different 'name'")
         parts[part.name] = part
     return list(parts.values())
 
 
 class TokenizerSection(Section):
-    """A byte-level BPE tokenizer trained on the task's own texts (only for ``model.init``).
+    """Byte-level BPE tokenizer trained on task texts. Used only with ``model.init``.
 
     Args:
-        vocab_size: tokens of the vocabulary.
-        num_documents: texts that it is trained on.
+        vocab_size: number of vocabulary entries.
+        num_documents: number of training texts.
     """
 
     vocab_size: int = Field(default=512, ge=260)
@@ -177,12 +177,12 @@ class TokenizerSection(Section):
 
 
 class InitSection(Section):
-    """A new model with random weights instead of a checkpoint; the vocabulary size comes from the tokenizer.
+    """Randomly initialized model. The trained tokenizer sets the vocabulary size.
 
     Args:
-        architecture: transformers' name of it: ``qwen3``, ``llama``, ...
-        config: keys of its transformers config.
-        tokenizer: its tokenizer, which is trained first.
+        architecture: transformers architecture name, e.g. ``qwen3`` or ``llama``.
+        config: transformers config keys.
+        tokenizer: tokenizer to train first.
     """
 
     architecture: str
@@ -191,18 +191,18 @@ class InitSection(Section):
 
 
 class AdapterSection(Section):
-    """LoRA (Hu et al. 2021) through peft.
+    """LoRA adapter (Hu et al. 2021), using peft.
 
     Args:
-        kind: the kind of adapter.
-        rank: rank of the update.
-        alpha: scale times rank; by default the rank, so that the scale is 1 (with ``use_rslora`` its root).
-        dropout: dropout on the adapter's input, in training.
-        targets: linear layers by the end of their names, or all.
-        target_parameters: matrices that are no linear layer's (``experts.gate_up_proj``).
-        use_dora: DoRA (Liu et al. 2024).
-        use_rslora: rank-stabilized LoRA (Kalajdzievski 2023).
-        init_lora_weights: ``default``: B = 0, uniform A; else as in peft.
+        kind: adapter type.
+        rank: LoRA rank.
+        alpha: LoRA alpha. Defaults to the rank, which gives a scale of 1 (sqrt(rank) with ``use_rslora``).
+        dropout: dropout on adapter inputs during training.
+        targets: linear layers matched by name suffix, or ``all-linear``.
+        target_parameters: weight matrices outside linear layers, e.g. ``experts.gate_up_proj``.
+        use_dora: use DoRA (Liu et al. 2024).
+        use_rslora: use rank-stabilized LoRA (Kalajdzievski 2023).
+        init_lora_weights: ``default`` sets B = 0 and draws A uniformly; other values follow peft.
     """
 
     kind: Literal["lora"] = "lora"
@@ -217,19 +217,19 @@ class AdapterSection(Section):
 
 
 class ModelSection(Section):
-    """The model that is trained.
+    """Model to train.
 
     Args:
-        name: ``tiny``, a directory, a run directory, or a name of the hub.
+        name: ``tiny``, a local directory, a run directory, or a Hub name.
         init: start from random weights instead.
-        adapter: train a LoRA adapter; without it all weights.
-        dtype: type of the weights; fp64 is for comparing computations on CPUs.
-        load_bits: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with double
-            quantization); needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023).
-        device: ``auto`` is an NVIDIA GPU where there is one, else the CPU; ``mps`` a Mac's.
-        attention: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends;
-            with another one they are padded, and a difference from ``sdpa`` on a small batch is refused.
-        trust_remote_code: run Python code that comes with the model; allowed on the command line only.
+        adapter: train a LoRA adapter. Without it, all weights are trained.
+        dtype: weight dtype. Use fp64 only to compare computations on CPU.
+        load_bits: quantize linear layers at load time to 8 bits (LLM.int8 rows) or 4 bits (NF4, double quantization).
+            Requires an ``adapter``, which trains in fp32 (QLoRA, Dettmers et al. 2023).
+        device: ``auto`` picks an NVIDIA GPU if available, otherwise CPU. ``mps`` uses a Mac GPU.
+        attention: transformers ``attn_implementation``. ``sdpa`` runs packed batches through torch attention. Other
+            values pad, and are rejected if they differ from ``sdpa`` on a small batch.
+        trust_remote_code: run Python code shipped with the model. Allowed only on the command line.
     """
 
     name: str = "tiny"
@@ -243,33 +243,33 @@ class ModelSection(Section):
 
     @property
     def runs_remote_code(self) -> bool:
-        """True if the model's own Python may run. Files cannot allow that (``untrusted``); the command line can."""
+        """True if the model's Python code may run. Only the command line can allow this (``untrusted``)."""
         return self.trust_remote_code or trusts_remote_code()
 
     @field_validator("attention", mode="before")
     @classmethod
     def _check_attention(cls, value: object) -> object:
         if value in ("flash", "efficient"):
-            raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
+            raise ValueError(f"{value!r} was removed. Use sdpa (picks the fastest torch kernel) or flash_attention_2")
         return value
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:
         if self.load_bits is not None and self.init is not None:
-            raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
+            raise ValueError("'load_bits' quantizes loaded weights, but 'init' creates new ones; remove one key")
         if self.load_bits is not None and self.dtype == "fp64":
-            raise ValueError("'load_bits' goes with 'dtype' fp32 or bf16, not with fp64")
+            raise ValueError("'load_bits' needs 'dtype' fp32 or bf16, not fp64")
         if self.device == "mps" and self.dtype == "fp64":
             raise ValueError("'device' mps has no fp64; use device cpu, or 'dtype' fp32")
         return self
 
 
 class PromptSection(Section):
-    """The way from an example to token ids.
+    """Conversion from examples to token ids.
 
     Args:
-        template: template of prompt and answer.
-        max_prompt_tokens: longer prompts are dropped, counted and reported.
+        template: prompt and answer template.
+        max_prompt_tokens: drop longer prompts. Dropped prompts are counted and reported.
     """
 
     template: Component = Component(name="r1_zero")
@@ -277,43 +277,41 @@ class PromptSection(Section):
 
 
 class RolloutSection(Section):
-    """Sampling for reinforcement learning: ``num_prompts`` × ``group_size`` completions a batch.
+    """Sampling for reinforcement learning: ``num_prompts`` × ``group_size`` completions per batch.
 
     Args:
-        engine: what samples: ``native`` (in this process) or ``vllm``.
-        num_prompts: prompts of a batch.
-        group_size: completions of each prompt.
-        max_tokens: limit of a completion.
-        max_total_tokens: limit of a prompt and its answer together; a prompt that leaves no room is dropped and
+        engine: sampling engine, ``native`` (same process) or ``vllm``.
+        num_prompts: prompts per batch.
+        group_size: completions per prompt.
+        max_tokens: maximum completion length in tokens.
+        max_total_tokens: maximum tokens for prompt plus answer. Prompts without room for an answer are dropped and
             counted.
-        temperature: of sampling, and of the log-probabilities of objectives that follow the sampler.
-        top_k: sample from the k likeliest tokens only. With ``top_k``, ``top_p`` or ``min_p`` an objective that follows
-            the sampler computes log-probabilities over the tokens that were kept for each draw, at most 512 (sampling
+        temperature: sampling temperature. Objectives that follow the sampler also scale log-probabilities by it.
+        top_k: sample only from the k most likely tokens. With ``top_k``, ``top_p`` or ``min_p``, objectives that
+            follow the sampler compute log-probabilities over the kept tokens at each position, at most 512 (sampling
             replay).
-        top_p: sample from the likeliest tokens that have this probability together.
-        min_p: sample from the tokens of at least this share of the largest probability.
-        min_tokens: an answer (or turn) does not end before it has so many tokens.
-        repetition_penalty: divides the positive logits of tokens that prompt or answer have already, and multiplies the
-            negative ones. An objective that follows the sampler follows it, and ``min_tokens``, too.
-        stop: texts, each of which ends an answer (or turn) where it is complete; it stays in the answer.
-        drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
-            lower rewards.
-        uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
-        max_rounds: at most so many batches of prompts are sampled for one batch, with ``drop_uniform_groups``.
-        old_logprobs: log-probabilities before the update: the sampler's own, or computed again by the trainer.
-        select: which completions are trained on, in what units; by default every one, or the best and the worst
-            of each prompt for an objective over pairs.
-        label_above: the reward above which a completion is desirable, for objectives that read labels.
-        mask_truncated: leave completions that a limit cut off out of the loss (DAPO's overlong filtering);
-            their rewards count in the baseline.
-        truncated_divisor: the completions that the means of the loss divide by, with ``mask_truncated``: those that are
-            ``kept``, or ``all``.
-        staleness: S: batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
-        max_turns: limit of turns with an ``environment`` or ``tools`` (8).
-        max_turn_tokens: limit of a turn.
-        tool_seconds: time limit of a call of a tool (30).
-        retries: how often a failed episode is played again from the same seed (2).
-        show_tools: describe the tools in the prompt (true).
+        top_p: sample only from the most likely tokens whose probabilities add up to this value.
+        min_p: sample only tokens with at least this fraction of the highest probability.
+        min_tokens: minimum tokens per answer (or turn).
+        repetition_penalty: divide positive logits, and multiply negative logits, for tokens already in the prompt or
+            answer. Objectives that follow the sampler apply both this and ``min_tokens``.
+        stop: strings that end an answer (or turn). The stop string is kept.
+        drop_uniform_groups: DAPO dynamic sampling: keep sampling new prompts until every group has unequal rewards.
+        uniform_by: reward component used to detect uniform groups: ``reward`` (the sum), ``correct``, ...
+        max_rounds: maximum prompt batches to sample per training batch, with ``drop_uniform_groups``.
+        old_logprobs: log-probabilities before the update, taken from the ``sampler`` or recomputed by the ``trainer``.
+        select: completions to train on, and their units. Defaults to all, or to the best and worst per prompt for
+            pairwise objectives.
+        label_above: completions with rewards above this value are labeled desirable, for objectives that use labels.
+        mask_truncated: exclude completions that hit a length limit from the loss (DAPO overlong filtering). Their
+            rewards still count in the baseline.
+        truncated_divisor: with ``mask_truncated``, average the loss over ``kept`` completions or over ``all``.
+        staleness: S. Batch b is sampled with weights after max(0, b − S) batches, while the trainer runs.
+        max_turns: maximum turns with an ``environment`` or ``tools`` (default 8).
+        max_turn_tokens: maximum tokens per turn.
+        tool_seconds: timeout per tool call in seconds (default 30).
+        retries: number of times to replay a failed episode with the same seed (default 2).
+        show_tools: describe tools in the prompt (default true).
     """
 
     engine: Component = Component(name="native")
@@ -348,44 +346,43 @@ class RolloutSection(Section):
         longest = self.max_turn_tokens or self.max_tokens
         if self.min_tokens >= longest:
             raise ValueError(
-                f"'min_tokens' {self.min_tokens} leaves no token to end with, for at most {longest} are sampled; set "
-                "it lower, or raise the limit"
+                f"'min_tokens' {self.min_tokens} leaves no room for an end token: the limit is {longest} tokens; "
+                "lower it, or raise the limit"
             )
         return self
 
     @property
     def has_rules(self) -> bool:
-        """True if logits are changed by a function of the tokens before."""
+        """True if logits depend on earlier tokens through penalties or minimum lengths."""
         return self.min_tokens > 0 or self.repetition_penalty != 1
 
     @property
     def is_truncated(self) -> bool:
-        """True if answers are drawn from a part of the distribution."""
+        """True if top_k, top_p or min_p truncates the sampling distribution."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def within(self, context: int) -> int:
-        """Return the limit of a prompt and its answer together, for a model with a context of so many tokens."""
+        """Compute the maximum prompt-plus-answer tokens for a given context length."""
         if self.max_total_tokens is None:
             return context
         return min(context, self.max_total_tokens)
 
 
-# Default limits of a rollout of several turns.
+# Defaults for multi-turn rollouts.
 TURN_DEFAULTS: dict[str, int | float | bool] = {"max_turns": 8, "tool_seconds": 30.0, "retries": 2, "show_tools": True}
 
 
 class DataSection(Section):
-    """Supervised rows.
+    """Supervised data.
 
     Args:
-        batch_size: examples of a step.
-        max_length: tokens of a row; longer rows are dropped and counted.
-        train_on: ``assistant`` (every turn of the assistant, its end token included), ``response`` (what
-            follows the last message of the user) or ``all``; by default ``assistant`` for rows with
-            ``messages``, else ``response``. A chat template that rewrites earlier turns gets one example a
-            turn.
-        label_above: for objectives that read labels, the rating above which an answer is desirable. Without it
-            a pair's better answer is desirable, and other scores must be 1 or 0.
+        batch_size: examples per step.
+        max_length: maximum tokens per row. Longer rows are dropped and counted.
+        train_on: ``assistant`` (all assistant turns, including end tokens), ``response`` (everything after the last
+            user message) or ``all``. Defaults to ``assistant`` for rows with ``messages``, otherwise ``response``. If
+            the chat template rewrites earlier turns, each turn becomes a separate example.
+        label_above: answers rated above this value are labeled desirable, for objectives that use labels. By default,
+            chosen answers in pairs are desirable, and other scores must be 1 or 0.
     """
 
     batch_size: Few = 16
@@ -395,39 +392,38 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """The training loop. One rollout batch serves ppo_epochs × num_minibatches steps.
+    """Training loop. Each rollout batch is used for ppo_epochs × num_minibatches steps.
 
     Args:
         steps: number of optimizer steps.
-        num_epochs: in place of ``steps``: passes over the data (the prompts, where the model samples).
-        lr: learning rate, at its highest.
-        lr_ratios: learning rates of weights by their names, as multiples of ``lr``: ``{"*embed_tokens*": 0.1}``. ``*``
-            stands for any text, the first pattern that matches counts, and 0 freezes.
-        warmup_steps: steps in which the learning rate rises linearly from 0.
-        schedule: course of the learning rate after the warm-up; ``linear`` and ``cosine`` fall towards ``lr *
-            min_lr_ratio``.
-        min_lr_ratio: the learning rate at the end, as a share of ``lr``.
-        max_grad_norm: gradients are clipped to this norm; null: never.
-        micro_batch_tokens: tokens of one forward pass; changes memory and speed, no result.
-        micro_batch_rows: rows of one forward pass, if fewer.
-        gradient_checkpointing: compute activations again in the backward pass: less memory, a third more time.
-        precision: of the products in the model while it is trained; weights, optimizer state, log-probabilities
-            and the LM head are fp32 (TF32 with ``tf32`` and, on a GPU, ``bf16``). The native engine samples in
-            the weights' own type.
-        deterministic: a GPU adds up in one order, so that a resumed run equals the undisturbed one bit for bit.
-        ppo_epochs: passes over a rollout batch.
-        num_minibatches: parts into which each pass divides it, one optimizer step each.
-        seed: seed of all random numbers.
-        save_every: steps between checkpoints (0 or -1: at the end only).
-        skip_zero_rows: leave rows that cannot change the gradient, such as those of groups with equal rewards, out of
-            the update; the gradient is the same up to rounding. Metrics of the update are then of the other rows.
-        keep_checkpoints: so many newest checkpoints are kept, and the best.
-        strict: end the run at an update that its records do not give; without it that is a notice.
-        router_aux_loss_coef: weight of the loss that balances the routers of a mixture of experts, over all tokens of
-            an update; by default what the model's configuration asks for (``output_router_logits``).
-        neftune_noise_alpha: α of the noise on the embeddings in training (NEFTune); by default none.
-        ema_decay: keep an exponential moving average of the weights, of which an update keeps this share. It is
-            evaluated next to the weights, and ``posttrain runs export NAME --to FOLDER --weights ema`` gives it away.
+        num_epochs: passes over the data (prompts for rollouts). Replaces ``steps``.
+        lr: peak learning rate.
+        lr_ratios: learning rate multipliers by weight name, e.g. ``{"*embed_tokens*": 0.1}``. ``*`` matches any text,
+            the first matching pattern applies, and 0 freezes.
+        warmup_steps: linear learning rate warmup steps.
+        schedule: learning rate schedule after warmup. ``linear`` and ``cosine`` decay to ``lr * min_lr_ratio``.
+        min_lr_ratio: final learning rate as a fraction of ``lr``.
+        max_grad_norm: gradient clipping norm; null disables clipping.
+        micro_batch_tokens: tokens per forward pass. Affects memory and speed, not results.
+        micro_batch_rows: maximum rows per forward pass.
+        gradient_checkpointing: recompute activations during backward. Saves memory but takes about a third more time.
+        precision: matrix multiplication precision during training. Weights, optimizer state, log-probabilities and
+            the LM head stay in fp32 (TF32 with ``tf32`` and, on GPU, with ``bf16``). The native engine samples in the
+            weight dtype.
+        deterministic: use deterministic GPU reductions, so resumed runs match uninterrupted runs bit for bit.
+        ppo_epochs: passes over each rollout batch.
+        num_minibatches: optimizer steps per pass over a rollout batch.
+        seed: random seed.
+        save_every: steps between checkpoints; 0 or -1 saves only the final one.
+        skip_zero_rows: skip rows that cannot contribute to the gradient, e.g. groups with equal rewards. The gradient
+            is unchanged up to rounding. Update metrics then cover only the remaining rows.
+        keep_checkpoints: number of recent checkpoints to keep, in addition to the best.
+        strict: stop training if an update does not match its records. By default, only print a notice.
+        router_aux_loss_coef: load-balancing loss weight for mixture-of-experts routers, over all tokens in an update.
+            Defaults to the model config (``output_router_logits``).
+        neftune_noise_alpha: NEFTune embedding noise α during training. Disabled by default.
+        ema_decay: decay for an exponential moving average (EMA) of the weights. Evaluations report both. Export the
+            average with ``posttrain runs export NAME --to FOLDER --weights ema``.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -456,7 +452,7 @@ class TrainSection(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """The number of steps that one rollout batch serves; 1 for supervised training."""
+        """Steps per rollout batch; 1 for supervised training."""
         return self.ppo_epochs * self.num_minibatches
 
     @model_validator(mode="before")
@@ -465,29 +461,29 @@ class TrainSection(Section):
         if not isinstance(value, Mapping) or value.get("num_epochs") is None:
             return value
         if value.get("steps") is not None:
-            raise ValueError("'steps' and 'num_epochs' both say how long the training is; give exactly one of them")
+            raise ValueError("'steps' and 'num_epochs' both set the training length; give exactly one")
         return {**value, "steps": None}
 
     @model_validator(mode="after")
     def _some_length(self) -> Self:
         if self.steps is None and self.num_epochs is None:
-            raise ValueError("nothing says how long the training is; give 'steps' or 'num_epochs'")
+            raise ValueError("no training length; give 'steps' or 'num_epochs'")
         return self
 
 
 class ScaleSection(Section):
-    """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
+    """Multi-process training. Processes divide prompts, rows and micro-batches.
 
-    Results are those of one process but for the order of sums.
+    Results match single-process training except for summation order.
 
     Args:
-        processes: number of processes, one for each GPU.
-        sharding: ``none``, or ``fsdp2`` (Zhao et al. 2023), next to a whole model where the trainer samples.
-        checkpoint: every process writes its share (``sharded``), or rank 0 the ``whole``.
-        launcher: ``local`` starts them on this machine (or uses those of torchrun or srun); ``torchrun`` waits
-            for such; ``ray`` has the cluster at RAY_ADDRESS place them.
-        timeout_seconds: how long a process waits for the others.
-        restarts: how often, under ``ray``, lost processes are started again (3).
+        processes: number of processes, one per GPU.
+        sharding: ``none``, or ``fsdp2`` (Zhao et al. 2023). Sampling in the trainer also keeps a full model copy.
+        checkpoint: ``sharded`` writes one part per process; ``whole`` writes everything from rank 0.
+        launcher: ``local`` starts processes on this machine, or joins torchrun or srun. ``torchrun`` requires
+            torchrun or srun. ``ray`` places processes on the cluster at RAY_ADDRESS.
+        timeout_seconds: maximum time to wait for another process.
+        restarts: number of times ``ray`` restarts lost processes (default 3).
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
@@ -500,5 +496,5 @@ class ScaleSection(Section):
     @model_validator(mode="after")
     def _check_restarts(self) -> Self:
         if self.restarts is not None and self.launcher != "ray":
-            raise ValueError("'restarts' is for 'launcher: ray', which starts lost processes again; leave it out")
+            raise ValueError("'restarts' works only with 'launcher: ray'; remove it")
         return self

@@ -1,1 +1,1 @@
-"""Training: the loop, its step, sources of batches, batch fields, checkpoints, several processes."""
+"""Training: loop, optimizer step, batch sources, batch fields, checkpoints, distributed processes."""

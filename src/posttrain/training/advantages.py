@@ -1,4 +1,4 @@
-"""Advantages per token from the rewards of completions and their KL penalty."""
+"""Compute token advantages from completion rewards and KL penalties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def build_advantage_estimator(components: Components) -> AdvantageEstimator:
-    """Return the estimator of the recipe's ``advantage``; without one it estimates nothing."""
+    """Build the recipe's advantage estimator. Without ``advantage``, the estimator returns None."""
     recipe = components.recipe
     if recipe.advantage is None or components.advantage is None:
         return AdvantageEstimator(None, keeps_unscored=False)
@@ -39,11 +39,11 @@ def build_advantage_estimator(components: Components) -> AdvantageEstimator:
 
 
 def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *inputs: Tensor) -> Any:
-    """Call an advantage and check its result: one tensor of the expected shape, or a tuple of ``num_results``.
+    """Call an advantage function and check for one tensor with the expected shape, or a tuple with ``num_results``.
 
     Raises:
-        RunFailure: the function raised.
-        UsageError: it returned something else.
+        RunFailure: exception inside the function.
+        UsageError: unexpected result.
     """
     returned = registry.call("advantage", advantage, *inputs)
     is_tuple = isinstance(returned, tuple)
@@ -63,14 +63,14 @@ def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num
 
 @dataclass(slots=True)
 class AdvantageEstimator:
-    """Computes advantages from rewards.
+    """Advantage estimator.
 
-    advantage: the function, or None where the objective reads no advantages. per_token: it takes rewards and values per
-    token; per_turn: rewards per turn; of_parts: each reward of a completion. bootstrap: an answer that was cut off has
-    the value of its last state in place of its score (it keeps the rewards of its turns); both would count the future
-    twice. kl: the penalty in the reward; ``kl_weight`` is its current weight, which adapts where there is a target.
-    keeps_unscored: see ``Components.keeps_unscored``. drops_rounding: in a group of equal rewards, an advantage that is
-    rounding of their mean becomes 0.
+    advantage: advantage function; None if the objective uses no advantages. per_token: expects token rewards and
+    values; per_turn: expects turn rewards; of_parts: expects reward components. bootstrap: replace the score of
+    truncated answers with the final state value (turn rewards are kept), because using both would count future reward
+    twice. kl: KL penalty in the reward; ``kl_weight``: current weight, adapted if a target is set. keeps_unscored:
+    see ``Components.keeps_unscored``. drops_rounding: zero out advantages caused by rounding in groups with equal
+    rewards.
     """
 
     advantage: Callable[..., Any] | None
@@ -90,15 +90,15 @@ class AdvantageEstimator:
 
     @property
     def needs_batch(self) -> bool:
-        """True if advantages need a batch with its fields, not the rewards alone."""
+        """True if advantages depend on batch fields as well as rewards."""
         return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the ``[G]`` advantages of the ``float64 [G]`` rewards of each group.
+        """Compute ``[G]`` advantages for each group from ``float64 [G]`` rewards.
 
-        Groups of one size are computed together: all at once where none has lost a completion. A reward that is NaN
-        (no reward function scored the answer) is not compared with the others, and its advantage is 0; so are those of
-        a group in which fewer than two of several are scored.
+        Groups with equal sizes are batched together. NaN rewards (not scored by any reward function) are excluded
+        from the comparison and get advantage 0. A multi-answer group with fewer than two scored answers gets 0
+        everywhere.
         """
         if self.advantage is None:
             return None
@@ -119,9 +119,9 @@ class AdvantageEstimator:
     def from_parts(
         self, groups: Sequence[Sequence[Rollout]], rewards: Sequence[tuple[str, float]]
     ) -> list[Tensor] | None:
-        """Return the ``[G]`` advantages of each group, from the rewards by name with their weights.
+        """Compute ``[G]`` advantages for each group from named rewards and weights.
 
-        With ``of_parts`` the function reads each reward by itself; otherwise their sum.
+        With ``of_parts``, the function receives individual rewards instead of their sum.
         """
         if not self.of_parts:
             return self.from_groups([rewards_of(group) for group in groups])
@@ -145,12 +145,12 @@ class AdvantageEstimator:
         needs: Collection[str],
         of_turns: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return per-token advantages ``float64 [B, T]`` of all rows, and metrics.
+        """Compute per-token advantages ``float64 [B, T]`` and metrics.
 
-        groups: the rewards of each, ``float64 [G]``, in the order of the rows; truncated ``bool [B]``. of_turns: the
-        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the fields
-        ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
-        ``returns`` where that is in ``needs``.
+        groups: ``float64 [G]`` rewards per group, in row order; truncated: ``bool [B]``. of_turns: turn rewards
+        included in ``groups``, ``float64 [B, T]``, stored at each turn's last token. Reads ``old_values`` with
+        ``final_values``, and ``ref_logprobs``, if present. Sets ``advantages``, and ``returns`` if listed in
+        ``needs``.
         """
         assert self.advantage is not None
         penalty, metrics = self._penalty(batch)
@@ -175,7 +175,7 @@ class AdvantageEstimator:
             if "old_values" in batch.fields:
                 values = batch.field("old_values").to(paid.dtype)
                 final = torch.where(unpaid, batch.field("final_values").to(paid.dtype), final)
-                if "final_values" not in needs:  # then nobody else reads them, and no checkpoint keeps them
+                if "final_values" not in needs:  # no other reader, and not worth storing in checkpoints
                     del batch.fields["final_values"]
             advantages, returns = call_advantage(
                 self.advantage, tuple(batch.mask.shape), 2, paid, batch.mask, values, final
@@ -187,7 +187,7 @@ class AdvantageEstimator:
         return advantages, metrics
 
     def _from_turns(self, paid: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return advantages ``[B, T]`` of the rewards of tokens ``[B, T]``, for groups of these sizes."""
+        """Compute ``[B, T]`` advantages from ``[B, T]`` token rewards, for groups with the given sizes."""
         assert self.advantage is not None
         numbers = number_turns(mask)
         places = numbers.clamp(min=0)
@@ -199,7 +199,7 @@ class AdvantageEstimator:
         return torch.where(mask, torch.cat(of_groups).gather(1, places), 0.0)
 
     def _penalty(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """``weight · KL`` at each token, float64; the weight adapts after it was used."""
+        """Compute ``weight · KL`` per token in float64, then adapt the weight."""
         if self.kl is None:
             return torch.zeros(batch.mask.shape, dtype=torch.float64), {}
         ratio = log_ratio(batch.field("sampler_logprobs").double(), batch.field("ref_logprobs").double(), batch.mask)
@@ -214,13 +214,13 @@ class AdvantageEstimator:
                 self.kl_weight = adapt_kl_weight(
                     self.kl_weight, observed, self.kl.target, num_samples=batch.num_rows, horizon=self.kl.horizon
                 )
-            except ValueError as error:  # a KL that is no number
+            except ValueError as error:  # NaN or infinite KL
                 raise RunFailure(f"kl_in_reward: {error}") from error
         return penalty, metrics
 
 
 def rewards_of(group: Sequence[Rollout]) -> Tensor:
-    """``float64 [G]``: NaN for an answer that no reward scored."""
+    """Collect ``float64 [G]`` rewards, with NaN for unscored answers."""
     rewards = []
     for rollout in group:
         if rollout.is_scored:
@@ -231,16 +231,16 @@ def rewards_of(group: Sequence[Rollout]) -> Tensor:
 
 
 def value_of_part(rollout: Rollout, name: str) -> float:
-    """Return the unweighted value of a reward; NaN if it says nothing of the answer."""
+    """Look up an unweighted reward; NaN if not applicable to this answer."""
     if name in rollout.skipped:
         return math.nan
     return rollout.parts[name]
 
 
 def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Return ``[N, G]`` advantages with 0 where all rewards of a group are equal and its advantages are rounding.
+    """Zero out ``[N, G]`` advantages caused by rounding in groups with equal rewards.
 
-    The mean of six rewards of 0.1 is not 0.1. An advantage counts as rounding up to 64 units of it.
+    For example, six rewards of 0.1 do not average to exactly 0.1. The threshold is 64 eps times the largest reward.
     """
     largest = rewards.abs().amax(dim=1)
     is_uniform = rewards.amax(dim=1) == rewards.amin(dim=1)
@@ -249,7 +249,7 @@ def without_rounding(advantages: Tensor, rewards: Tensor) -> Tensor:
 
 
 def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
-    """Return the places of groups of the same size, in order of their first occurrence."""
+    """Group indices by group size, in order of first occurrence."""
     places: dict[int, list[int]] = {}
     for place, group in enumerate(groups):
         places.setdefault(len(group), []).append(place)
@@ -257,16 +257,17 @@ def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
 
 
 def number_turns(mask: Tensor) -> Tensor:
-    """``int64 [B, T]``: the number of the turn of each trained token, from 0; elsewhere that of the one before.
+    """Number each trained token's turn, ``int64 [B, T]``, from 0; other tokens repeat the previous number (-1 at the
+    start).
 
-    A turn is a run of trained tokens.
+    A turn is a contiguous span with trained tokens.
     """
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     return begins.cumsum(dim=1) - 1
 
 
 def pay_at_the_end(rewards: Tensor, mask: Tensor) -> Tensor:
-    """``[B]`` rewards as ``[B, T]``: each at the last trained token of its row, 0 elsewhere."""
+    """Place ``[B]`` rewards at the last trained token in each row, 0 elsewhere (``[B, T]``)."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, columns, torch.full_like(columns, -1)).amax(dim=1)
     return torch.where(columns == last[:, None], rewards[:, None], torch.zeros_like(rewards)[:, None])

@@ -1,10 +1,9 @@
-"""Batch fields: the numbers per token or row that an objective reads, each filled by one registered function.
+"""Batch fields: numbers per token or row for objectives, each computed by a registered function.
 
-Such a function takes components by name (``PARTS``). Its registration has: ``needs``, the fields that it reads;
-``fills``, their names where it fills several; ``each_step``, filled before each optimizer step instead of once per
-batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the row and the reference, which a data
-set computes once and keeps. An objective names fields in its own ``needs``; exactly these are filled, with what they
-need.
+Field functions receive components by name (``PARTS``). Registration traits: ``needs``, required fields; ``fills``,
+field names if there are several; ``each_step``, computed before each optimizer step instead of once per source batch;
+``rollouts``, available only with rollouts; ``fixed``, depends only on row and reference, so datasets compute it once
+and cache it. Objectives list fields in ``needs``; only these fields and their dependencies are computed.
 """
 
 from __future__ import annotations
@@ -38,20 +37,22 @@ if TYPE_CHECKING:
     from posttrain.training.parts.masks import BoundMask
 
 T = TypeVar("T")
-# Filled by the sources, with the rows.
+# Filled in by sources together with rows.
 OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback", "barred")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
-# Arguments of the function of a batch field. ``seen`` is the batch as the teacher reads it: the same answers, maybe
-# after other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
-# recipe's correction. ``step``: the number of the update (1-based).
+# Arguments for batch field functions. ``seen``: teacher's view, with the same answers but possibly different prompts.
+# ``policy``, ``critic``, ``reference`` and ``teacher`` are ``Scorer`` objects; ``correct`` is the recipe's correction;
+# ``step`` is the update number (1-based).
 PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct", "step")
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes; all get all
-    results, on the CPU. ``rows``: only these rows are computed, the results of the others are 0."""
+    """Gradient-free forward pass over a batch, in micro-batches shared across processes.
+
+    Every process gets all results, on CPU. ``rows``: compute only these rows; other results are 0.
+    """
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     micro_batches: MicroBatching
@@ -59,11 +60,11 @@ class Scorer:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The processes that share the passes."""
+        """Processes sharing the forward passes."""
         return self.micro_batches.process_group
 
     def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
-        """Yield the rows of each micro-batch of this process, with what is computed of them."""
+        """Yield this process's micro-batches as (row indices, results)."""
         if self.rows is not None and not self.rows:
             return
         chosen = batch
@@ -79,7 +80,7 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
-        """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
+        """Compute ``float32 [B, T]`` log-probabilities at trained tokens, 0 elsewhere."""
         scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         for rows, outputs in self._each(batch, lambda forward, part: forward(part, "none")):
             values = outputs.logprobs.cpu().float()
@@ -89,7 +90,7 @@ class Scorer:
 
     @torch.no_grad()
     def entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Two ``float32 [B, T]``: log-probabilities and entropies at the trained tokens, 0 elsewhere."""
+        """Compute log-probabilities and entropies at trained tokens (``float32 [B, T]`` each), 0 elsewhere."""
         logprobs = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         entropies = torch.zeros_like(logprobs)
         for rows, outputs in self._each(batch, lambda forward, part: forward(part, "detached")):
@@ -102,7 +103,7 @@ class Scorer:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``[B, T]`` values of the states before each trained token, ``[B]`` of the state after the last one."""
+        """Compute ``[B, T]`` state values before each trained token, and ``[B]`` final state values."""
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         final = torch.zeros(batch.num_rows, dtype=torch.float32)
         for rows, (before, after) in self._each(batch, state_values):
@@ -113,13 +114,12 @@ class Scorer:
 
     @torch.no_grad()
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return for each row, at its trained tokens, the likeliest tokens ``int64 [N, K]`` and their
-        log-probabilities."""
+        """Find the most likely tokens ``int64 [N, K]`` and their log-probabilities at each row's trained tokens."""
         return self._of_candidates(batch, k, lambda forward, part: forward.top_candidates(part, k))
 
     @torch.no_grad()
     def logprobs_of(self, batch: Batch, ids: Sequence[Tensor]) -> list[Tensor]:
-        """Return for each row, at its trained tokens, the log-probabilities of tokens ``int64 [N, K]``."""
+        """Compute log-probabilities for given tokens ``int64 [N, K]`` at each row's trained tokens."""
         k = ids[0].shape[-1]
         table = torch.zeros((*batch.mask.shape, k), dtype=torch.long)
         for row, own in enumerate(ids):
@@ -136,7 +136,7 @@ class Scorer:
     def _of_candidates(
         self, batch: Batch, k: int, compute: Callable[[Forward, Batch], tuple[Tensor, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is computed of K tokens for each row, at its trained tokens; 0 of rows that are not computed."""
+        """Collect K-candidate results per row at trained tokens; 0 for skipped rows."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
         for rows, both in self._each(batch, compute):
             likeliest = both[0].cpu()
@@ -163,8 +163,7 @@ class Scorer:
 
 @register("batch_field", needs=("sampler_logprobs",))
 def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
-    """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or the trainer
-    (``rollout.old_logprobs``)."""
+    """``[B, T]`` log-probabilities under the sampling weights (``rollout.old_logprobs`` sets who computes them)."""
     if recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer":
         return policy.logprobs(batch)
     return batch.field("sampler_logprobs")
@@ -172,13 +171,13 @@ def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
 
 @register("batch_field", fixed=True)
 def ref_logprobs(batch: Batch, reference: Scorer) -> Tensor:
-    """``[B, T]``: log-probabilities under the reference, the model as it was when training began."""
+    """``[B, T]`` log-probabilities under the reference (initial) model."""
     return reference.logprobs(batch)
 
 
 @register("batch_field", needs=("old_logprobs", "sampler_logprobs"))
 def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """``[B, T]``: the recipe's correction for the log-ratio of trainer and sampler; a factor of the values."""
+    """``[B, T]`` mismatch correction computed from trainer-sampler log-ratios; multiplies objective values."""
     mismatch = log_ratio(batch.field("old_logprobs"), batch.field("sampler_logprobs"), batch.mask)
     weights: Tensor = registry.call("correction", correct, mismatch, batch.mask)
     if getattr(weights, "shape", None) != mismatch.shape:
@@ -191,15 +190,17 @@ def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Ten
 
 @register("batch_field")
 def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
-    """``[B, T]``: log-probabilities of the trained tokens under the teacher."""
+    """``[B, T]`` teacher log-probabilities at trained tokens."""
     of_seen = teacher.logprobs(seen)[seen.mask]
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, of_seen)
 
 
 @register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
 def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, recipe: Recipe) -> dict[str, Tensor]:
-    """``int64 [B, T, K]``: the likeliest tokens (``teacher.top_k``) of the teacher, or of the student when the batch
-    was made (``teacher.support``), likeliest first, with the teacher's ``teacher_candidate_logprobs`` of them."""
+    """``int64 [B, T, K]`` most likely tokens, sorted, with the teacher's ``teacher_candidate_logprobs``.
+
+    The ``teacher.top_k`` tokens are ranked by the teacher, or by the student at sampling time (``teacher.support``).
+    """
     assert recipe.teacher is not None
     if recipe.teacher.support == "student":
         ids, _ = policy.candidates(batch, recipe.teacher.top_k)
@@ -217,18 +218,17 @@ def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, reci
 
 @register("batch_field", rollouts=True, fills=("old_values", "final_values"))
 def old_values(batch: Batch, critic: Scorer) -> dict[str, Tensor]:
-    """``[B, T]``: the critic's values of the states before each trained token, when the batch was sampled; and
-    ``final_values`` ``[B]``, of the state after the last one."""
+    """``[B, T]`` critic values before each trained token at sampling time, and ``[B]`` ``final_values`` at the end."""
     values, final = critic.values(batch)
     return {"old_values": values, "final_values": final}
 
 
 @register("batch_field", each_step=True)
 def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens: int) -> Tensor:
-    """``[B]``: KL(π‖π_ref) on answers to other prompts, over the optimizer batch; never negative.
+    """``[B]`` KL(π‖π_ref) on mismatched prompt-answer pairs over the optimizer batch; never negative.
 
-    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean of the summed log-ratios of y' given x),
-    where y' answers another prompt of the batch. 0 where all prompts are the same.
+    KTO (Ethayarajh et al. 2024, section 4.1): ẑ = max(0, mean summed log-ratio for y' given x), where y' answers a
+    different prompt in the batch. Equals 0 if all prompts are identical.
     """
     baseline = 0.0
     mismatched = mismatch_answers(batch, context_tokens)
@@ -240,20 +240,20 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
 
 
 def describe_one_prompt(batch: Batch, step: int) -> str:
-    """Return a warning where the KL baseline has no answers to other prompts; empty if it has, or none is read."""
+    """Warn if all prompts are identical and the KL baseline is therefore 0; empty otherwise."""
     rows = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
     if "kl_baseline" not in batch.fields or len({tuple(ids[:length]) for ids, length in rows}) > 1:
         return ""
     return (
-        f"all answers of step {step} have the same prompt, so the KL baseline, which takes answers to other prompts, "
-        "is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
+        f"all answers in step {step} share one prompt, so the KL baseline, which needs different ones, "
+        "is 0. Set data.batch_size (or rollout.num_prompts) so that batches contain multiple prompts"
     )
 
 
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
-    """Return every row's prompt with the next row's answer to another prompt that fits into ``limit`` tokens.
+    """Combine each row's prompt with the next answer to a different prompt, if both fit into ``limit`` tokens.
 
-    Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
+    Rows without a match are dropped; None if no rows remain. Result rows are unpaired.
     """
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
@@ -286,13 +286,12 @@ def _fills(entry: Entry) -> tuple[str, ...]:
 
 
 def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
-    """Return the functions that fill these fields and those that they need, each after what it needs.
+    """Find the functions that compute these fields and their dependencies, in dependency order.
 
-    The package's own come in the order of their source, then users' by name. ``reader`` names who reads them.
+    Built-in functions come in source order, then user functions by name. ``reader`` names the consumer in messages.
 
     Raises:
-        RecipeError: a field that nothing fills, two functions that fill one, or one that needs itself or takes an
-            unknown part.
+        RecipeError: unknown field, field filled twice, circular dependency, or unknown argument.
     """
     entries = registry.entries("batch_field")
     own = registry.built_in("batch_field")
@@ -303,7 +302,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
         for name in _fills(entry):
             if name in known or name in (*GIVEN, UNMASKED, COUNTED, LEFT_OUT):
                 raise RecipeError(
-                    f"batch field {entry.name!r} fills {name!r}, as something else does; give it another name"
+                    f"batch field {entry.name!r} fills {name!r}, which is already taken; choose another name"
                 )
             known[name] = entry
     ordered: dict[str, Entry] = {}
@@ -314,7 +313,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
             names = (*GIVEN, *known)
             raise RecipeError(
                 f"{trail[-1]} needs {unknown}, which nothing fills; known: {', '.join(names)}."
-                f"{registry.suggest(unknown[0], names)} Or register a batch field of that name"
+                f"{registry.suggest(unknown[0], names)} Or register a batch field with that name"
             )
         filling = {known[name].name: known[name] for name in known if name in requested}
         for entry in filling.values():
@@ -334,12 +333,12 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
 
 
 def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
-    """Return the fields that an objective reads, given its options; with ``ref_logprobs`` where the KL has a weight.
+    """List fields needed by an objective with these options, including ``ref_logprobs`` for a positive KL weight.
 
-    A function that was not registered gets those that cost no extra forward pass.
+    Objectives without a ``needs`` trait get the fields that require no extra forward pass.
 
     Raises:
-        RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
+        RecipeError: unknown field, or rollout fields in a supervised recipe.
     """
     default: tuple[str, ...] = ()
     if has_rollouts:
@@ -359,23 +358,23 @@ def needed_fields(entry: Entry, options: Mapping[str, object], has_rollouts: boo
 
 
 def with_their_needs(names: Collection[str]) -> frozenset[str]:
-    """Return these batch fields, and those that they need."""
+    """Add dependencies to a set of batch fields."""
     return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
 
 
 def comes_from_rollouts(name: str) -> bool:
-    """Return whether this batch field, or one that it needs, comes from rollouts alone."""
+    """Check if a batch field or any dependency requires rollouts."""
     filling = fillers([name], name)
     read = {name}.union(*(_needs(entry) for entry in filling))
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
 
 
 def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -> float:
-    """Return the temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
+    """Choose the temperature for trainer log-probabilities: the sampling temperature for policy gradients.
 
-    There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
-    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
-    the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
+    Policy gradients improve the sampling policy itself, so the initial ratio must be 1. Objectives that use only
+    rollout tokens (expert iteration, DPO on sampled answers) maximize likelihood at deployment temperature 1;
+    training at the sampling temperature would fit p^(1/T) instead.
     """
     if rollout is None:
         return 1.0
@@ -385,9 +384,9 @@ def scoring_temperature(rollout: RolloutSection | None, needs: frozenset[str]) -
 
 
 def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
-    """Return whether log-probabilities are over the sets that truncated sampling kept (sampling replay).
+    """Check if log-probabilities use the token sets kept by truncated sampling (sampling replay).
 
-    They are for a policy gradient, as its temperature is (``scoring_temperature``).
+    This applies to policy gradients only, like ``scoring_temperature``.
     """
     if rollout is None or not rollout.is_truncated:
         return False
@@ -395,7 +394,7 @@ def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
 
 
 def follows_rules(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
-    """Return whether log-probabilities are under the sampler's rules (``min_tokens``, ``repetition_penalty``)."""
+    """Check if log-probabilities apply the sampler's rules (``min_tokens``, ``repetition_penalty``)."""
     if rollout is None or not rollout.has_rules:
         return False
     return any(comes_from_rollouts(name) for name in needs)
@@ -403,11 +402,11 @@ def follows_rules(rollout: RolloutSection | None, needs: frozenset[str]) -> bool
 
 @dataclass(slots=True)
 class BatchFields:
-    """Fills the fields of batches: exactly ``needs``, and what these need.
+    """Compute batch fields: exactly ``needs`` and their dependencies.
 
-    forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
-    teaches, maybe the trained one itself. process_group: the processes that share the passes. vanishes: as of the
-    method; rows that it makes idle need no passes. masks: of the recipe.
+    forward: trained model (with critic). reference: initial model. teacher: teacher model, possibly the trained
+    model. process_group: processes sharing the forward passes. vanishes: same as in ``Method``; idle rows need no
+    forward passes. masks: recipe masks.
     """
 
     needs: frozenset[str]
@@ -429,10 +428,10 @@ class BatchFields:
             moves = entry.traits.get("fixed") and self.recipe.reference is not None
             waits = entry.traits.get("each_step") or late.intersection(_needs(entry)) or moves
             if moves and self.recipe.kl_in_reward is not None:
-                self._once.append(entry)  # advantages are of the reference at sampling
+                self._once.append(entry)  # advantages use the reference at sampling time
             if waits and "seen" in entry.provided:
                 raise RecipeError(
-                    f"batch field {entry.name!r} is filled before each step, and what a teacher sees is known once per "
+                    f"batch field {entry.name!r} runs before each step, but teacher prompts are known only once per "
                     "rollout batch; ask for 'batch' instead of 'seen'"
                 )
             if waits:
@@ -443,16 +442,16 @@ class BatchFields:
 
     @property
     def fixed(self) -> list[str]:
-        """The fields that a data set computes once; none if the reference moves."""
+        """Fields that datasets compute once; empty for a moving reference."""
         if self.recipe.reference is not None:
             return []
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None, *, every_row: bool = True) -> Batch:
-        """Fill the fields of ``batch`` in place; one that needs what is not there yet is left to a later call.
+        """Fill fields in place. Fields with missing dependencies are left for a later call.
 
-        seen: the same answers after the prompts that the teacher sees; by default the batch itself. every_row: False
-        if updates skip idle rows; these get zeros, and the field ``unscored`` is then 1 for them.
+        seen: same answers with teacher prompts; defaults to the batch. every_row: False if updates skip idle rows,
+        which get zeros and ``unscored`` 1.
         """
         if seen is None:
             seen = batch
@@ -479,9 +478,9 @@ class BatchFields:
         return batch
 
     def _rows_to_score(self, batch: Batch) -> list[int] | None:
-        """Return the rows that updates will compute; None for all.
+        """Select rows that updates will compute; None for all.
 
-        Functions of others may read whole batches, so that all fields and the correction must be the package's.
+        User functions may read whole batches, so this requires built-in fields and a built-in correction.
         """
         is_known = all(name in batch.fields for name in self.vanishes)
         if not self.vanishes or not is_known or not all(is_built_in(entry) for entry in self._once):
@@ -496,7 +495,7 @@ class BatchFields:
         return rows
 
     def before_step(self, batch: Batch, step: int = 0) -> Batch:
-        """Return a copy of the batch with the fields that depend on the weights of this ``step``, and on masks."""
+        """Copy a batch and add fields that depend on masks or on current weights at this ``step``."""
         if not self._each_step and not self.masks:
             return batch
         batch = replace(batch, fields=dict(batch.fields))
@@ -509,7 +508,7 @@ class BatchFields:
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
-        """Fill the field ``name`` of ``batch`` and return it."""
+        """Fill a single field and return it."""
         self._fill(registry.find("batch_field", name), batch, batch)
         return batch.field(name)
 
@@ -532,7 +531,7 @@ class BatchFields:
         batch.fields |= tensors
 
     def _parts(self, rows: list[int] | None) -> dict[str, object]:
-        """Return by name what the function of a batch field may ask for, but the batches; passes compute ``rows``."""
+        """Collect arguments for field functions, except batches. Forward passes compute only ``rows``."""
         train = self.recipe.train
         micro_batches = MicroBatching(train.micro_batch_tokens, train.micro_batch_rows, self.process_group)
 

@@ -1,4 +1,4 @@
-"""Construction of the components of a run from its recipe: model, data, engine, objective, optimizer."""
+"""Build training components from a recipe: model, data, engine, objective, optimizer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from posttrain.training.records.facts import describe_run, without_formula
 from posttrain.training.step import Method, Objective
 from posttrain.types import Model, Tokenizer
 
-if TYPE_CHECKING:  # a run imports only what its recipe asks for
+if TYPE_CHECKING:  # import only modules needed by the recipe
     from posttrain.evaluation.generation import Evaluation
     from posttrain.models.reference import Reference
     from posttrain.recipes.reference_sections import ReferenceSection
@@ -68,84 +68,84 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
 
 @dataclass(slots=True)
 class TrainerState:
-    """The components of one run's loop."""
+    """Training loop components."""
 
     model: Model
     tokenizer: Tokenizer
-    policy: Forward  # the language model's forward pass
+    policy: Forward  # language model forward pass
     method: Method
-    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved next to the model
+    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved along with the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource
     grader: Grader
     engine: Engine
-    origins: dict[str, Any]  # where models came from, as checkpoints keep it
-    facts: UpdateFacts  # what its updates are meant to do
-    shards: Shards | None = None  # the sharded weights that are trained; ``model`` and ``heads`` are unsharded
-    reference: Reference | None = None  # where something needs it
-    moving: ReferenceSection | None = None  # how the reference moves
+    origins: dict[str, Any]  # model origins, stored in checkpoints
+    facts: UpdateFacts  # expected update properties
+    shards: Shards | None = None  # sharded trained weights; ``model`` and ``heads`` are unsharded
+    reference: Reference | None = None  # reference model, if needed
+    moving: ReferenceSection | None = None  # moving reference settings
     evaluator: Evaluator | None = None
-    averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # of the trained weights, by their use
-    warnings: Sequence[str] = ()  # about what was built in another way than the recipe says
+    averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # weight averages by use
+    warnings: Sequence[str] = ()  # differences between the recipe and built components
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of rollouts and of evaluations, which may be the same."""
+        """Rollout and evaluation engines, without duplicates."""
         evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
     def move_reference(self, step: int) -> None:
-        """Move the reference after update number ``step``, if it is its turn."""
+        """Move the reference after update ``step``, if due."""
         if self.moving is not None and self.reference is not None and step % self.moving.every == 0:
             self.reference.move(self.moving.mixing)
 
     def reference_tensors(self) -> dict[str, Tensor] | None:
-        """Return the weights of a reference that moves, for a checkpoint."""
+        """Collect moving reference weights for a checkpoint."""
         if self.moving is None or self.reference is None:
             return None
         return self.reference.tensors()
 
     def take_warnings(self) -> list[str]:
-        """Notices of the engines and of the source."""
+        """Collect pending notices from engines and source."""
         return [message for teller in (*self.engines, self.source) for message in teller.take_warnings()]
 
     def close(self) -> None:
-        """Close the engines."""
+        """Close all engines."""
         for engine in self.engines:
             engine.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
-        """Return a reward model's head weight and the id of the token at which an answer is scored; else None."""
+        """Look up a reward model's head weight and the token id used for scoring; None for other models."""
         forward = self.method.forward
         if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
             return None
         return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
 
     def answer_ends(self) -> frozenset[int]:
-        """Return the ids that end an answer."""
+        """List token ids that end an answer."""
         return stop_ids(self.tokenizer, self.grader.template)
 
     def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
-        """Return (parameters of the model and a head on it, parameters of a separate critic)."""
+        """Split trained parameters into (model and shared head, separate critic)."""
         if "critic" not in self.heads:
             return [p for _, p in self.parameters], []
         own = {name for name, _ in self.model.named_parameters()}
         return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
 
     def learning(self) -> Method:
-        """Return the method over the weights that gradients are computed with."""
+        """Bind the method to the weights used for gradients."""
         return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
 
     def follow_update(self) -> None:
-        """Bring what follows the trained weights up to date: unsharded copies, and averages."""
+        """Refresh unsharded copies and weight averages after an update."""
         if self.shards is not None:
             self.shards.gather()
         for average in self.averages.values():
             average.update()
 
     def evaluate_average(self, step: int) -> list[Evaluation]:
-        """Evaluate the averaged weights (``train.ema_decay``) after ``step`` updates, as ``ema/NAME``; else nothing."""
+        """Evaluate averaged weights (``train.ema_decay``) after ``step`` updates, as ``ema/NAME``, if enabled."""
         average = self.averages.get(EMA)
         if average is None or self.evaluator is None or step == 0:
             return []
@@ -154,18 +154,17 @@ class TrainerState:
         return [replace(one, name=f"{EMA}/{one.name}") for one in done]
 
     def whole_parameters(self) -> list[Tensor]:
-        """Return the trained parameters that this process has unsharded."""
+        """List trained parameters held unsharded by this process."""
         if self.shards is not None and not self.shards.keeps_whole:
-            return []  # each has another part
+            return []  # each process holds different shards
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """From an example to a prompt, and from an answer to rewards; sources and evaluations share it.
+    """Prompt building and grading shared by sources and evaluations.
 
-    ``row_limit``: the most tokens of a prompt and its answer together. ``stage`` is the environment of completions of
-    several turns, where the recipe has one.
+    ``row_limit``: maximum prompt-plus-answer tokens. ``stage``: environment for multi-turn completions, if configured.
     """
 
     tokenizer: Tokenizer
@@ -175,21 +174,21 @@ class Prompting:
     stage: Stage | None = None
 
     def sampler(self, engine: Engine, process_group: ProcessGroup) -> Sampler:
-        """Return a sampler of graded answers that an engine writes."""
+        """Build a sampler that generates and grades answers."""
         limit = self.row_limit
         return Sampler(engine, self.tokenizer, self.grader, limit, process_group=process_group, stage=self.stage)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilder:
-    """Builds the engines of a run over its model; ``folder`` is that of the run."""
+    """Engine builder for a run's model; ``folder`` is the run folder."""
 
     models: BuiltModels
     folder: Path | None
     process_group: ProcessGroup
 
     def __call__(self, entry: Entry, options: dict[str, object], where: str) -> Engine:
-        """Return an engine that is ready; ``where`` names its key in the recipe."""
+        """Build a ready-to-use engine; ``where`` is its recipe key."""
         make = entry.bind(options, where)
         model = self.models.loaded.model
         engine = registry.construct(where, make, Engine, model, self.models.tokenizer)  # type: ignore[type-abstract]
@@ -202,10 +201,10 @@ class EngineBuilder:
 
 @phase("preparing")
 def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGroup = SINGLE_PROCESS) -> TrainerState:
-    """Build all components of a recipe, in every process; ``folder`` caches what is computed once for a data set.
+    """Build all components in every process; ``folder`` caches fixed dataset computations.
 
     Raises:
-        UsageError: components that do not fit one another, no data, or a model that cannot be loaded.
+        UsageError: incompatible components, no data, or a model that cannot be loaded.
     """
     task = build_task(recipe.task)
     eval_tasks: list[Task] = []
@@ -263,7 +262,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
 
 
 def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Refuse rows that a reward cannot judge, and a teacher of another tokenizer, before a model is loaded."""
+    """Reject unsupported reward rows and incompatible teacher tokenizers before loading models."""
     refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
     if recipe.teacher is not None:
         from posttrain.training.parts.teachers import refuse_other_tokenizer
@@ -272,14 +271,14 @@ def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
 
 
 def results_of(evaluation: Evaluation) -> dict[str, float]:
-    """Return the results of an evaluation without the time that it took."""
+    """List evaluation results without timing."""
     return {name: value for name, value in evaluation.results.items() if name != "seconds"}
 
 
 def _averages_of(
     teacher: Teacher | None, decay: float | None, policy: Forward, parameters: Sequence[tuple[str, Parameter]]
 ) -> dict[str, WeightAverage]:
-    """Return the averages that updates go on with, by their use: of a teacher, and of the recipe."""
+    """Collect weight averages to update, by use: teacher and EMA."""
     averages: dict[str, WeightAverage] = {}
     if teacher is not None and teacher.average is not None:
         averages["teacher"] = teacher.average
@@ -296,7 +295,7 @@ def _build_evaluator(
     read: Callable[..., SupervisedSource] | None,
     sampler: Sampler,
 ) -> Evaluator:
-    """Return what evaluates on the held-out tasks; ``read`` makes a source of a supervised recipe's tasks."""
+    """Build the held-out evaluator; ``read`` creates sources for supervised tasks."""
     from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
 
     recipe = components.recipe
@@ -320,7 +319,7 @@ def _build_evaluator(
 def _dataset_reader(
     components: Components, prompting: Prompting, fields: BatchFields
 ) -> Callable[..., SupervisedSource]:
-    """Return what makes a source of a task's examples, for training and for evaluations."""
+    """Build a factory for supervised sources, used for training and evaluation."""
     from posttrain.training.sources.dataset import SupervisedSource
 
     supervised: Callable[..., SupervisedSource] = SupervisedSource
@@ -338,7 +337,7 @@ def _dataset_reader(
 def _build_warnings(
     components: Components, models: BuiltModels, tasks: Sequence[Task], template: Template
 ) -> list[str]:
-    """Return what was built in another way than the recipe says; the first of ``tasks`` is trained."""
+    """List differences between recipe and built components. The first entry in ``tasks`` is trained on."""
     recipe = components.recipe
     of_tasks = dict.fromkeys(line for task in tasks for line in task.warnings)
     notes = option_notes(recipe, components.needs)
@@ -352,7 +351,7 @@ def _build_warnings(
 def _build_optimizer(
     component: Component, train: TrainSection, head: HeadSection | None, models: BuiltModels
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
-    """Return the trained parameters by name, and their optimizer: over the shards, where the weights are sharded."""
+    """Collect trained parameters by name and build an optimizer over them (over shards if weights are sharded)."""
     model: torch.nn.Module = models.loaded.model
     heads = models.heads
     if models.shards is not None:
@@ -365,13 +364,13 @@ def _build_optimizer(
 
 
 def _take_rendered(tasks: Sequence[Task], template: Template, tokenizer: Tokenizer) -> list[Task]:
-    """Return the tasks, the first of which is trained, with the prompts marked that are rendered already."""
+    """Mark prompts that are already rendered. The first task is trained on."""
     keys = ["task", *(["eval.tasks"] * (len(tasks) - 1))]
     return [take_rendered(task, template, tokenizer, key) for task, key in zip(tasks, keys, strict=True)]
 
 
 def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -> Prompting:
-    """Return the grader and the environment of an episode, under one template; ``folder`` is that of the run."""
+    """Build grader and episode environment with a shared template; ``folder`` is the run folder."""
     template = build_template(recipe.prompt.template)
     stage: Stage | None = None
     if recipe.environment is not None or recipe.tools:
@@ -388,7 +387,7 @@ def _build_prompting(recipe: Recipe, models: BuiltModels, folder: Path | None) -
 
 
 def _build_method(components: Components, forward: Forward | ActorCritic) -> Method:
-    """Return the objective with its options, and with the regularizers where it has a policy term."""
+    """Bind objective options, adding masks and regularizers if configured."""
     recipe = components.recipe
     regularizers = recipe.regularize
     objective: Objective = components.objective.bind(recipe.objective.options, "objective")
@@ -416,10 +415,10 @@ def _build_method(components: Components, forward: Forward | ActorCritic) -> Met
 def build_rollout_source(
     components: Components, task: Task, prompting: Prompting, engine: Engine, fields: BatchFields
 ) -> RolloutSource:
-    """Return the source of a recipe with ``rollout``.
+    """Build the rollout source.
 
     Raises:
-        UsageError: no prompt is left to sample from, or a part of the reward that there is not.
+        UsageError: no usable prompts, or an unknown reward component.
     """
     from posttrain.training.sources.rollouts import RolloutSource
 
@@ -462,7 +461,7 @@ def build_rollout_source(
 def _build_batch_fields(
     components: Components, models: BuiltModels, method: Method, process_group: ProcessGroup
 ) -> BatchFields:
-    """Return the filler of batch fields; loads the teacher where another model teaches."""
+    """Build batch field computation, and load the teacher if it is a separate model."""
     recipe = components.recipe
     correct: Callable[..., Any] | None = None
     if recipe.correction is not None:

@@ -1,13 +1,12 @@
-"""Checkpoints that survive kills, full disks and flipped bits.
+"""Checkpoints robust to kills, full disks and bit flips.
 
-``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an adapter), the tokenizer,
-``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that still has optimizer steps to serve, if
-any), ``heads.safetensors`` (heads and critics, if any), ``averages.safetensors`` (averages of the weights, if any),
-``reference.safetensors`` (a reference that moves),
-``state.json`` and ``manifest.json`` with the SHA-256 of every file. It is written aside as ``.tmp-*``, synced and
-renamed, so a folder with a final name is complete; on load the manifest is verified. With ``scale.checkpoint: sharded``
-each process writes its part of the optimizer into the folder ``optimizer`` (torch.distributed.checkpoint in
-safetensors). No pickles anywhere.
+``checkpoints/step-000100/`` contains the model in Hugging Face layout (peft layout for adapters), the tokenizer,
+``optimizer.safetensors``, ``rollout_buffer.safetensors`` (rollouts needed by later steps), ``heads.safetensors``
+(heads and critics), ``averages.safetensors`` (weight averages), ``reference.safetensors`` (moving reference),
+``state.json``, and ``manifest.json`` with SHA-256 hashes for every file. Optional files are omitted if empty.
+Checkpoints are written to ``.tmp-*``, synced and renamed, so a final folder name implies completeness; loading
+verifies the manifest. With ``scale.checkpoint: sharded``, each process writes optimizer shards to ``optimizer``
+(torch.distributed.checkpoint, safetensors). Pickle is never used.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ from posttrain.untrusted import first_fault
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
+    """Verified checkpoint without model weights, which ``restore_model(model, path)`` loads.
 
     ``optimizer``, ``rollout_buffer``, ``heads``, ``averages`` and ``reference`` are CPU tensors by name. ``skipped``
-    says, newest first, which newer checkpoints did not verify and why.
+    explains why newer checkpoints failed verification, newest first.
     """
 
     path: Path
@@ -94,20 +93,19 @@ def save_checkpoint(
     ends: Collection[int] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Path:
-    """Write the checkpoint of ``step``; returns its folder.
+    """Write a checkpoint and return its folder.
 
     Args:
-        folder: the run's ``checkpoints`` folder. model: a transformers or peft model, written by ``save_pretrained``.
-        tokenizer: likewise, or None. optimizer: the optimizer's tensors by name; sharded where several processes write.
-        state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
-        rollout_buffer: tensors of a rollout batch that later steps still use.
-        score: of a reward model, the weight of its head and the id of the token at which it is read.
-        weights: of a sharded model, its tensors unsharded (``names_to_write``). ends: the ids that end an answer.
-        averages: those of ``average_tensors``. reference: the weights of one that moves.
-        process_group: those that write it; each its part of the optimizer, and the main one all else.
+        folder: run's ``checkpoints`` folder. model: transformers or peft model, saved with ``save_pretrained``.
+        tokenizer: saved likewise; may be None. optimizer: tensors by name, sharded if multiple processes write.
+        state: remaining loop state, JSON-serializable. heads: from ``head_tensors``.
+        rollout_buffer: rollout tensors needed by later steps. score: reward head weight and scoring token id.
+        weights: unsharded tensors for a sharded model (``names_to_write``). ends: token ids that end an answer.
+        averages: from ``average_tensors``. reference: moving reference weights.
+        process_group: writing processes. Each writes its optimizer shards; the main process writes everything else.
 
     Raises:
-        StorageError: the disk is full or not writable; older checkpoints are untouched.
+        StorageError: full or read-only disk. Older checkpoints are untouched.
     """
     root, final = Path(folder), step_folder(Path(folder), step)
     aside = process_group.broadcast(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
@@ -131,23 +129,23 @@ def save_checkpoint(
             (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
             seal(aside, step)
             rename_into_place(aside, final)
-    except SafetensorError as error:  # safetensors reports a full disk as an error of its own
+    except SafetensorError as error:  # safetensors raises a custom error on full disks
         raise explain_storage(f"checkpoint {final.name}", root, error) from error
     finally:
-        if process_group.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
+        if process_group.is_main and aside.exists():  # other processes may still be writing; resume removes leftovers
             shutil.rmtree(aside, ignore_errors=process_group.size > 1)
     return final
 
 
 def _write_tensors(path: Path, **named: Mapping[str, Tensor] | None) -> None:
-    """Write each mapping that holds something into a file of its name."""
+    """Write each non-empty mapping to a separate file."""
     for name, tensors in named.items():
         if tensors:
             save_file(_storable(tensors), path / f"{name}.safetensors")
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[int] | None) -> None:
-    """Write the tokenizer, the ids that end an answer where other programs read them, and keys of older readers."""
+    """Write the tokenizer, end token ids readable by other programs, and compatibility keys for older readers."""
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
         write_ends(path, tokenizer, ends)
@@ -155,16 +153,16 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer | None, ends: Collection[i
 
 
 def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, or None if there is none.
+    """Load the newest valid checkpoint; None if no checkpoints exist.
 
     Args:
-        folder: the run's ``checkpoints`` folder.
-        step: this one and no other.
-        set_aside: rename those that do not verify to ``failed-step-*``, so that the run can write these steps anew;
-            only for the process that holds the run's lock.
+        folder: run's ``checkpoints`` folder.
+        step: load only this step.
+        set_aside: rename invalid checkpoints to ``failed-step-*`` so these steps can be saved again. Only for the
+            process holding the run lock.
 
     Raises:
-        CheckpointError: some exist but none verifies, or the one asked for does not.
+        CheckpointError: no valid checkpoint among existing ones, or the requested step is invalid.
     """
     root = Path(folder)
     steps = checkpoint_steps(root)
@@ -184,20 +182,20 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
         return None
     raise CheckpointError(
         f"{root}: no checkpoint verifies against its manifest. " + "; ".join(skipped) + ". "
-        "Restore one of these folders from a copy, or start again under another name with --run NAME; "
+        "Restore one of these folders from a backup, or restart under another name with --run NAME; "
         "nothing was changed"
     )
 
 
 def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> None:
-    """Copy a checkpoint's weights into a live model of the same shape, bit for bit, in place.
+    """Copy checkpoint weights bit for bit into a live model with the same architecture.
 
-    Tied weights are stored once and fill all their names. A peft model gets its adapters; its base is left alone. The
-    tensors of a checkpoint that are not trained are skipped. The checkpoint is taken as verified. ``fill`` copies one
-    tensor into a live one, which may be sharded.
+    Tied weights are stored once and loaded under all names. For peft models only adapters are loaded; the base stays
+    unchanged. Tensors without a trained counterpart are skipped. Assumes a verified checkpoint. ``fill`` copies into
+    a live tensor, which may be sharded.
 
     Raises:
-        CheckpointError: the checkpoint holds other weights than the model has (names, shapes, types).
+        CheckpointError: names, shapes or dtypes differ between checkpoint and model.
     """
     folder = Path(path)
     if hasattr(model, "peft_config"):
@@ -206,19 +204,19 @@ def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> 
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
             stored = load_file(place / ADAPTER_WEIGHTS)
-            stored.pop(ADAPTER_SCORE, None)  # a reward model's head, which is among the heads
+            stored.pop(ADAPTER_SCORE, None)  # reward head, stored with heads
             copy_tensors(stored, _adapter_tensors(model, adapter), place, fill)
         return
     live, stored = model.state_dict(), {}
     for file in sorted(folder.glob("model*.safetensors")):
         stored.update(load_file(file))
-    stored.pop(SCORE, None)  # a reward model's head, which is among the heads
+    stored.pop(SCORE, None)  # reward head, stored with heads
     config = folder / "config.json"
     stored_config = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     parts = [one for one in (stored_config, *stored_config.values()) if isinstance(one, dict)]
     own = next((part for part in parts if part.get("model_type") == model.config.model_type), None)
     if own is not None and not stored.keys() <= live.keys():
-        # architectures that fuse weights in memory (experts), and parts of larger ones, have other names on disk
+        # fused architectures (experts) and submodels use different names on disk
         options = {"config": type(model.config)(**own), "dtype": model.dtype, "local_files_only": True}
         with quiet_transformers():
             read, found = type(model).from_pretrained(folder, output_loading_info=True, **options)
@@ -227,14 +225,14 @@ def restore_model(model: Model, path: str | Path, fill: Fill = Tensor.copy_) -> 
 
 
 class KeptBest(BaseModel, strict=True, extra="allow"):
-    """The step of the best evaluation, and its results."""
+    """Best evaluation step and results."""
 
     step: FiniteFloat
     __pydantic_extra__: dict[str, float]
 
 
 class KeptState(BaseModel, strict=True, extra="allow"):
-    """The keys of ``state.json`` that a resumed run reads, checked because a checkpoint may be untrusted."""
+    """Keys in ``state.json`` used on resume, validated because checkpoints may be untrusted."""
 
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
@@ -278,25 +276,25 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def names_to_write(model: Model) -> set[str]:
-    """Return the names of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
+    """List ``state_dict`` names to store: adapter weights only, or tied weights once."""
     tensors = model.state_dict()
     if hasattr(model, "peft_config"):
         return {name for name in tensors if any(_is_of(adapter, name) for adapter in model.peft_config)}
     tied = getattr(model, "all_tied_weights_keys", {})
     places = {}
-    for name in sorted(tensors, key=lambda name: name not in tied):  # the last name, which is loaded, is kept
+    for name in sorted(tensors, key=lambda name: name not in tied):  # keep the last name, because loading uses it
         place = place_in_memory(tensors[name])
         places[place if place[0] else name, tensors[name].shape] = name
     return set(places.values())
 
 
 def write_model(path: Path, model: Model, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
-    """Write the model as its library does, or ``own`` as its weights in one file."""
+    """Save the model through its library, or save ``own`` weights as a single file."""
     if score is not None:
         from posttrain.models.scorer import save_adapter_scorer, save_scorer
     with _without_progress_bars():
         if hasattr(model, "peft_config"):
-            # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
+            # "auto" would query the Hub for embedding resizes, but adapters never resize embeddings
             model.save_pretrained(path, save_embedding_layers=False, state_dict=own)
             note_base_bits(model, path)
             if score is not None:
@@ -318,7 +316,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _adapter_tensors(model: Model, adapter: str) -> dict[str, Tensor]:
-    """Return an adapter's tensors under peft's names on disk, without the adapter's own name."""
+    """Collect adapter tensors under peft's on-disk names, without the adapter name."""
     tag = f".{adapter}"
     live = {name: tensor for name, tensor in model.state_dict().items() if _is_of(adapter, name)}
     return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
@@ -329,7 +327,7 @@ def _is_of(adapter: str, name: str) -> bool:
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as safetensors needs them: contiguous, without shared memory."""
+    """Make tensors contiguous and unshared, as required by safetensors."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -342,9 +340,9 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def origins_of(source: str, teacher: TeacherSection | None, rewards: Sequence[Component]) -> dict[str, Any]:
-    """Return the last part of each model's path (a checkpoint, a folder, a hub name); ``rewards`` by run.
+    """Record the last path component (checkpoint, folder or Hub name) for each model; ``rewards`` by run.
 
-    ``source``: the path of the trained model.
+    ``source``: trained model path.
     """
     taught: str | None = None
     if teacher is not None and teacher.name != OWN_TEACHER:
@@ -359,12 +357,12 @@ def origins_of(source: str, teacher: TeacherSection | None, rewards: Sequence[Co
 
 
 def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
-    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+    """Reject resuming if an initial model, teacher or reward run now resolves to a different checkpoint.
 
-    ``models``: the names in the recipe, by their key.
+    ``models``: model names in the recipe, by key.
 
     Raises:
-        UsageError: a name refers to another checkpoint than when the run began.
+        UsageError: a name now refers to a different checkpoint.
     """
     named = [("model.name", models["model.name"], began.get("model"), now["model"])]
     if now["teacher"] is not None:
@@ -373,6 +371,6 @@ def check_origins(models: Mapping[str, str], now: Mapping[str, Any], began: Mapp
     for key, name, then, place in named:
         if then not in (None, place):
             raise UsageError(
-                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
-                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+                f"{key}: {name!r} pointed to {then} when this run began, but now points to {place}. Point "
+                f"`checkpoints/best` there back to {then}, or restart under another name with --run NAME"
             )

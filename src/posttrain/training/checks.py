@@ -1,8 +1,7 @@
-"""Rules about components and sections of a recipe that go together.
+"""Compatibility rules between recipe components and sections.
 
-A rule is: whether it is broken, the key that it names, and what is wrong with a remedy. No model is loaded.
-Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
-loaded model in ``build``.
+Each rule is (violated, key, message with a remedy). No model is loaded. Rules between sections are in
+``Recipe.rules``, rules within a section in ``recipes/sections``, and rules that need a loaded model in ``build``.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ SHARDED_OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Components:
-    """A resolved recipe with the registry entries of its components.
+    """Resolved recipe with registry entries for its components.
 
-    needs: the batch fields that the objective or the recipe reads, and those that these need. level: the unit that the
-    objective gives a value for. unit: of the selection, a row or a pair. per_token, per_turn, of_parts: of the
-    advantages.
+    needs: required batch fields including dependencies. level: unit for objective values. unit: selection unit, row or
+    pair. per_token, per_turn, of_parts: advantage inputs.
     """
 
     recipe: Recipe
@@ -68,9 +66,9 @@ class Components:
 
     @property
     def keeps_unscored(self) -> bool:
-        """True if an answer without a reward stays in the batch with the advantage 0, as in TRL.
+        """True if unscored answers stay in the batch with advantage 0, as in TRL.
 
-        It cannot if rewards select the rows, are paid at tokens or turns, or are read by the objective.
+        Not possible if rewards drive selection, are assigned to tokens or turns, or are used by the objective.
         """
         if self.selection is None or not self.selection.traits.get("takes_all"):
             return False
@@ -79,7 +77,7 @@ class Components:
 
     @property
     def shape(self) -> Shape:
-        """The kind of unit of the data that the objective reads."""
+        """Data unit expected by the objective."""
         if "step_labels" in self.needs:
             return "steps"
         if self.level == "pair":
@@ -90,25 +88,25 @@ class Components:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The models that the batch fields take: ``reference``, ``teacher``, ``critic``, ..."""
+        """Models used by batch fields: ``reference``, ``teacher``, ``critic``, ..."""
         return frozenset(part for entry in fillers(self.needs, "the recipe") for part in entry.provided)
 
     @property
     def needs_start(self) -> bool:
-        """True if something reads the model as it was when training began, or a reference that moves from there."""
+        """True if any component uses the initial model, or a moving reference that starts there."""
         teacher = self.recipe.teacher
         is_taught_by_start = self.teaches_itself and teacher is not None and teacher.weights == "start"
         return is_taught_by_start or "reference" in self.parts or bool(self.recipe.eval.num_kl_prompts)
 
     @property
     def only_scores(self) -> bool:
-        """True if a reward model is trained, which writes no answers."""
+        """True if training a reward model, which generates no answers."""
         return bool(self.objective.traits.get("head") == "score")
 
     def samples(self, reads: bool | None = None) -> bool:
-        """Return whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+        """Check if trainer processes sample with the model, for rollouts or evaluation.
 
-        ``reads``: whether evaluations read responses instead; by default by the recipe alone.
+        ``reads``: True if evaluations only read given responses; derived from the recipe by default.
         """
         has_rollouts = self.recipe.rollout is not None
         options = self.recipe.eval
@@ -126,20 +124,20 @@ class Components:
 
     @property
     def teaches_itself(self) -> bool:
-        """True if the model that is trained is its own teacher."""
+        """True if the trained model is also the teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
 
 
 def resolve_components(recipe: Recipe) -> Components:
-    """Return the components of a resolved recipe, which fit one another.
+    """Look up the components for a resolved recipe and check compatibility.
 
     Raises:
-        RecipeError: they do not fit; the message is that of the first broken rule.
+        RecipeError: first violated rule.
     """
     objective = registry.find("objective", recipe.objective.name, "objective")
     assert recipe.aggregate is not None, "resolved"
     rollout = recipe.rollout
-    engine = Component(name="native")  # the evaluation of a supervised recipe samples, too
+    engine = Component(name="native")  # supervised recipes also sample during evaluation
     if rollout is not None:
         engine = rollout.engine
     advantage: Entry | None = None
@@ -188,27 +186,27 @@ def resolve_components(recipe: Recipe) -> Components:
 
 
 def unread_parts(components: Components, task: Task) -> list[str]:
-    """Return lines about margins of rows that the objective does not read, and answers that sampled ones replace."""
+    """List notices about unused margins and unused dataset answers."""
     lines = []
     has_margins = ("margin", "read") in task.keys
     if has_margins and components.shape == "pair" and "margins" not in components.needs:
         name = components.recipe.objective.name
         lines.append(
-            f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"
+            f"margin: objective {name!r} ignores the dataset's margins; bradley_terry uses them with margin: true"
         )
     is_sampled = components.recipe.rollout is not None and components.shape != "demonstration"
     teacher = components.recipe.teacher
     is_sampled = is_sampled and (teacher is None or teacher.sees != "response")
     if is_sampled and any(example.responses for example in islice(task.examples, 1)):
         lines.append(
-            f"rollout: the model samples the answers that it is trained on, so those in the rows of task {task.name!r} "
-            "are not read; a recipe with data in place of rollout (dpo-preferences) trains on them"
+            f"rollout: training uses sampled answers, so dataset answers for task {task.name!r} are ignored; "
+            "to train on them, use a recipe with 'data' instead of 'rollout', such as dpo-preferences"
         )
     return lines
 
 
 def _of_objective(w: Components) -> Iterator[Rule]:
-    """Yield rules about the objective and what it reads."""
+    """Yield rules for the objective and its inputs."""
     recipe = w.recipe
     objective = f"objective {w.objective.name!r}"
     one_value = f"but {objective} gives one value per {w.level}"
@@ -216,17 +214,17 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     weighed = w.aggregation.traits.get("level", unit)
     yield weighed != unit, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one_value}"
     is_blind = "advantages" not in w.needs
-    no_advantages = f": {objective} reads no advantages; leave 'advantage' out"
+    no_advantages = f": {objective} uses no advantages; remove 'advantage'"
     yield recipe.advantage and is_blind, "advantage", no_advantages
-    no_penalty = f": {objective} reads no advantages, so it would see no penalty"
+    no_penalty = f": {objective} uses no advantages, so the penalty would have no effect; remove 'kl_in_reward'"
     yield recipe.kl_in_reward and is_blind, "kl_in_reward", no_penalty
     yield recipe.correction and w.level != "token", "correction", f": it weighs tokens, {one_value}"
     is_policy = w.objective.traits.get("policy_term") and w.objective.traits.get("head") is None
-    no_term = f": a mask leaves out a policy's term at a token, and {objective} has none; use objective grpo"
+    no_term = f": masks exclude tokens from a policy loss, but {objective} has no separate policy loss; use grpo"
     yield recipe.masks and not is_policy, "masks", no_term
     head = w.objective.traits.get("head")
-    yield recipe.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
-    unread = f": nothing reads a reference: {objective} has none, and regularize.kl_coef is 0; leave 'reference' out"
+    yield recipe.head and head is None, "head", f": {objective} uses no scores or values; remove 'head'"
+    unread = f": {objective} uses no reference, and regularize.kl_coef is 0; remove 'reference'"
     yield recipe.reference and "reference" not in w.parts, "reference", unread
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
@@ -238,27 +236,27 @@ def _of_objective(w: Components) -> Iterator[Rule]:
 
 
 def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about evaluations that this objective does not allow."""
+    """Yield rules for evaluations unsupported by this objective."""
     options = w.recipe.eval
-    no_drift = f": {objective} trains no policy that could drift; leave it out"
+    no_drift = f": {objective} trains no policy, so KL cannot be measured; remove the key"
     yield options.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift
-    mute = ": a reward model writes no answers; leave it out"
+    mute = ": reward models generate no answers; remove the key"
     yield options.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = w.recipe.data is not None and w.shape == "demonstration"
-    of_demonstrations = ": the held-out loss is of demonstrations in 'data'; leave it out"
+    of_demonstrations = ": held-out loss needs demonstrations in 'data'; remove the key"
     yield options.loss and not imitates, "eval.loss", of_demonstrations
 
 
 def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about sections that fill what the objective reads: teacher, critic, correction, advantage."""
+    """Yield rules for sections that provide objective inputs: teacher, critic, correction, advantage."""
     recipe = w.recipe
     is_taught = bool(w.parts & {"teacher", "seen"})
-    yield is_taught and recipe.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
-    yield recipe.teacher and not is_taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    yield is_taught and recipe.teacher is None, "teacher", f": {objective} needs a teacher; give teacher.name"
+    yield recipe.teacher and not is_taught, "teacher", f": {objective} uses no teacher; remove 'teacher'"
     has_values = w.objective.traits.get("head") == "value"
-    valued = f': {objective} reads a critic\'s values; register it with head="value"'
+    valued = f': {objective} uses critic values; register it with head="value"'
     yield "critic" in w.parts and not has_values, "objective", valued
-    corrected = f": {objective} reads one; give correction.name"
+    corrected = f": {objective} needs a correction; give correction.name"
     yield "correction" in w.needs and not recipe.correction, "correction", corrected
     credited = f": a batch field of {objective} needs advantages; give 'advantage'"
     yield "advantages" in w.needs and not recipe.advantage, "advantage", credited
@@ -266,59 +264,59 @@ def _of_fields(w: Components, objective: str) -> Iterator[Rule]:
 
 
 def _of_own_teacher(w: Components) -> Iterator[Rule]:
-    """Yield rules about a model that teaches itself, and about what its teacher sees."""
+    """Yield rules for self-teaching."""
     teacher = w.recipe.teacher
     if teacher is None:
         return
-    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
+    samples = ": 'self' needs sampled answers; give 'rollout' instead of 'data'"
     yield w.teaches_itself and w.recipe.rollout is None, "teacher.name", samples
-    of_another = f": it is for a model that teaches itself; set teacher.name to {OWN_TEACHER}, or leave it out"
+    of_another = f": only for self-teaching; set teacher.name to {OWN_TEACHER}, or remove the key"
     for key, usual in (("sees", "right_sample"), ("weights", "live"), ("prompt_format", None)):
         is_unusual = getattr(teacher, key) != usual
         yield is_unusual and not w.teaches_itself, f"teacher.{key}", of_another
     single = w.recipe.rollout is not None and w.recipe.rollout.group_size < 2
-    others = ": a group of one answer has no other sample to show; raise it, or set teacher.sees"
+    others = ": a single-answer group has no other sample to show; increase the group size, or set teacher.sees"
     sees_samples = w.teaches_itself and teacher.sees == "right_sample"
     yield sees_samples and single, "rollout.group_size", others
 
 
 def _of_data(w: Components, objective: str) -> Iterator[Rule]:
-    """Yield rules about the model that is trained, and about the units of the data."""
+    """Yield rules for the trained model and data units."""
     recipe = w.recipe
-    base = ": a new model (model.init) has no base on disk that an adapter could name"
+    base = ": an adapter needs a base model on disk, but model.init creates a new one; remove one key"
     yield recipe.model.adapter and recipe.model.init, "model.adapter", base
     is_shared = recipe.head is not None and recipe.head.trunk == "shared"
-    shares = ": a reward head always shares the model that is trained; leave it out"
+    shares = ": reward heads always share the trained model; remove the key"
     yield w.only_scores and is_shared, "head.trunk", shares
     if recipe.data is None:
         return
     chosen = recipe.data.train_on
-    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
+    judges = f": {chosen!r} applies to demonstrations, but {objective} judges answers; remove the key"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
-    unread = f": {objective} reads no labels that a threshold could make; leave it out"
+    unread = f": {objective} uses no labels; remove the key"
     yield recipe.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Components) -> Iterator[Rule]:
-    """Yield rules about engines, and about tasks that ask nothing by themselves."""
+    """Yield rules for engines, and for tasks without questions."""
     recipe = w.recipe
-    elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
+    elsewhere = ": {!r} samples with fixed weights; use native here, and this engine only to evaluate"
     follows = w.engine.traits.get("follows_training", True)
     yield not follows, "rollout.engine", elsewhere.format(w.engine.name)
     is_unplayed = recipe.environment is None and not recipe.tools
     gives = "give 'environment'"
     if recipe.rollout is None:
-        gives = "in a recipe with 'data' nothing answers; take another task"
+        gives = "recipes with 'data' have no environment; choose another task"
     tasks = {"task": recipe.task}
     for index, task in enumerate(recipe.eval.tasks):
         tasks[f"eval.tasks.{index}"] = task
     for key, component in tasks.items():
         traits = registry.traits_of("task", component.name) or {}
         is_played = traits.get("played")
-        yield is_played and is_unplayed, key, f": {component.name!r} asks nothing by itself; {gives}"
+        yield is_played and is_unplayed, key, f": {component.name!r} needs an environment to ask questions; {gives}"
     evaluating = recipe.eval.engine
     if evaluating is not None:
-        head = ": a reward model writes no answers that an engine could sample; leave it out"
+        head = ": reward models generate no answers; remove the key"
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         follows = engine.traits.get("follows_training", True)
@@ -328,26 +326,24 @@ def _of_engines(w: Components) -> Iterator[Rule]:
     options = recipe.eval
     changed = {"min_tokens": options.min_tokens > 0, "repetition_penalty": options.repetition_penalty != 1}
     for key, is_set in (changed | {"stop": bool(options.stop)}).items():
-        unknown = f": engine {engine.name!r} does not know it; evaluate with the native engine, or leave it out"
+        unknown = f": engine {engine.name!r} does not support this; evaluate with the native engine, or remove the key"
         yield is_set and not engine.traits.get("applies_rules", False), f"eval.{key}", unknown
 
 
 def _of_rollouts(w: Components) -> Iterator[Rule]:
-    """Yield rules about rollouts, their groups and their advantages."""
+    """Yield rules for rollouts, groups and advantages."""
     rollout = w.recipe.rollout
     if rollout is None or rollout.select is None or w.selection is None:
         return
     yield from _of_sampler(w, rollout)
     yield from _of_selection(w, rollout, w.selection)
     is_single = rollout.group_size < 2
-    two = ": a pair needs two answers; give rollout.group_size"
+    two = ": pairs need two answers; increase rollout.group_size"
     yield is_single and w.unit == "pair", "rollout.select", two
-    uniform = ": a group of one completion is always uniform; give rollout.group_size"
+    uniform = ": groups with one completion are always uniform; increase rollout.group_size"
     yield is_single and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
     objective = f"objective {w.recipe.objective.name!r}"
-    shown = (
-        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
-    )
+    shown = f": {objective} needs feedback, which requires self-teaching; set teacher.name to {OWN_TEACHER}"
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
     parts = w.recipe.train.num_minibatches
     divides = f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}"
@@ -355,29 +351,29 @@ def _of_rollouts(w: Components) -> Iterator[Rule]:
 
 
 def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about the probabilities of the sampler, which an objective may weigh by."""
+    """Yield rules for sampler probabilities used as weights."""
     from_trainer = rollout.old_logprobs == "trainer"
     fresh = (
-        ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
+        ": with staleness, the trainer would recompute these with newer weights than the sampler's, which biases the "
         "objective; give 'correction', or set rollout.old_logprobs to sampler"
     )
     is_uncorrected = w.recipe.correction is None
     yield rollout.staleness and from_trainer and is_uncorrected, "rollout.old_logprobs", fresh
     weighs = any(comes_from_rollouts(name) for name in w.needs)
     rounded = (
-        ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
-        "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
+        ": bf16 rounds trainer probabilities but not sampler probabilities, so ratios would not start at 1; set "
+        "rollout.old_logprobs to trainer (and optionally 'correction' to reweight)"
     )
     is_rounded = w.recipe.train.precision == "bf16" and not from_trainer
     yield is_rounded and weighs, "train.precision", rounded
-    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    steps = ": step labels come from data, not rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     yield from _of_truncation(w, rollout)
     yield from _of_rules(w, rollout)
 
 
 def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about top-k, top-p and min-p, whose kept sets an objective follows."""
+    """Yield rules for top-k, top-p and min-p, whose kept sets objectives replay."""
     if not replays_sets(rollout, w.needs):
         return
     cut = "min_p"
@@ -387,78 +383,73 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
         cut = "top_k"
     objective = f"objective {w.recipe.objective.name!r}"
     large = (
-        f"={rollout.top_k}: {objective} follows the sampler over the tokens that it kept for each draw, and at most "
-        f"{MOST_KEPT} are kept; set it to {MOST_KEPT} or less, or leave it out"
+        f"={rollout.top_k}: {objective} replays token sets kept by the sampler, at most {MOST_KEPT} tokens each; "
+        f"set top_k to {MOST_KEPT} or less, or remove it"
     )
     yield rollout.top_k is not None and rollout.top_k > MOST_KEPT, "rollout.top_k", large
     whole = (
-        f": {objective} compares the teacher's likeliest tokens of the whole vocabulary, and {cut} keeps a part of it "
-        f"for each draw; leave {cut} out, or choose an objective that reads the sampled token alone (on_policy_"
+        f": {objective} compares teacher and student over the whole vocabulary, but {cut} truncates it; "
+        f"remove {cut}, or choose an objective that uses only sampled tokens (on_policy_"
         "distillation)"
     )
     yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
     keeps_sets = w.engine.traits.get("keeps_sets", False)
     remedy = "sample with the native engine"
-    if isinstance(keeps_sets, str):  # an option of the engine
-        remedy = f"set rollout.engine.{keeps_sets}: true (with a server that does)"
+    if isinstance(keeps_sets, str):  # engine option
+        remedy = f"set rollout.engine.{keeps_sets}: true (if the server supports it)"
         keeps_sets = w.engine_options.get(keeps_sets, False)
     mute = (
-        f": {objective} follows the sampler over the tokens that {cut} kept for each draw, and engine "
-        f"{w.engine.name!r} does not say which these were; {remedy}, or leave {cut} out"
+        f": {objective} replays the token sets kept by {cut}, but engine "
+        f"{w.engine.name!r} does not report them; {remedy}, or remove {cut}"
     )
     yield not keeps_sets, f"rollout.{cut}", mute
 
 
 def _of_rules(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about ``min_tokens``, ``repetition_penalty`` and ``stop``."""
+    """Yield rules for ``min_tokens``, ``repetition_penalty`` and ``stop``."""
     key = "rollout.repetition_penalty"
     is_given = rollout.repetition_penalty != 1
     for name, is_set in (("min_tokens", rollout.min_tokens > 0), ("stop", bool(rollout.stop))):
         if is_set and not is_given:
             key, is_given = f"rollout.{name}", True
     knows = w.engine.traits.get("applies_rules", False)
-    unknown = f": engine {w.engine.name!r} does not know it; sample with the native engine, or leave it out"
+    unknown = f": engine {w.engine.name!r} does not support this; sample with the native engine, or remove the key"
     yield is_given and not knows, key, unknown
     if not follows_rules(rollout, w.needs):
         return
     objective = f"objective {w.recipe.objective.name!r}"
     whole = (
-        f": {objective} compares the teacher's likeliest tokens as the model has them, and this changes the "
-        "distribution that is sampled; leave it out, or choose an objective that reads the sampled token alone"
+        f": {objective} compares unmodified teacher and student distributions, but this key modifies the "
+        "sampling distribution; remove it, or choose an objective that uses only sampled tokens"
     )
     yield "teacher_ids" in w.needs, key, whole
-    prefix = (
-        ": the teacher reads other prompts than the student, so that its penalized tokens would be others; leave it out"
-    )
+    prefix = ": teacher and student have different prompts, so different tokens would be penalized; remove the key"
     is_other = rollout.repetition_penalty != 1 and w.teaches_itself and "seen" in w.parts
     yield is_other, "rollout.repetition_penalty", prefix
 
 
 def _of_selection(w: Components, rollout: RolloutSection, selection: Entry) -> Iterator[Rule]:
-    """Yield rules about the rows that are selected, and about the advantages that are computed over them."""
+    """Yield rules for row selection and for advantages computed on selected rows."""
     wanted = "pairs of answers" if w.level == "pair" else "single answers"
     units = f": {selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
     yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
     if w.advantage is not None:
         yield from _of_advantage(w, w.advantage, rollout)
     reads_all = w.per_token or w.per_turn or w.recipe.kl_in_reward
-    every = (
-        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
-        "leave rollout.select out"
-    )
+    every = ": kl_in_reward and per-token or per-turn advantages need every completion; remove 'rollout.select'"
     yield reads_all and not selection.traits.get("takes_all"), "rollout.select", every
     assert rollout.select is not None
     threshold = rollout.select.options.get(selection.traits.get("labels_by", ""))
     both = (
-        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
-        "labelled as right; give both the same number"
+        f": {threshold} selects correct answers, but rollout.label_above {rollout.label_above} labels them; "
+        "use the same number for both"
     )
     differs = threshold not in (None, rollout.label_above)
     yield "labels" in w.needs and differs, "rollout.select.threshold", both
 
 
 def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
-    """Yield rules about the advantage, its groups and its penalty."""
+    """Yield rules for advantages, groups and KL penalties."""
     name = advantage.name
     traits = advantage.traits
     kl = w.recipe.kl_in_reward
@@ -471,32 +462,32 @@ def _of_advantage(w: Components, advantage: Entry, rollout: RolloutSection) -> I
     yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
         f": {name!r} needs values, which {objective} does not learn; "
-        "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+        "use objective ppo (custom objectives need old_values and head 'value'), or an advantage without values"
     )
     reads_values = "old_values" in traits.get("needs", ())
     yield reads_values and "old_values" not in w.needs, "advantage", values
     negative = (
-        f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; use the objective's kl "
-        "instead"
+        f": penalties can make rewards negative, but advantage {name!r} divides by their mean; use "
+        "regularize.kl_coef instead"
     )
     yield traits.get("wants_positive") and kl, "kl_in_reward", negative
-    apart = f": advantage {name!r} reads each reward by itself, and a penalty is none of them; use regularize.kl_coef"
+    apart = f": advantage {name!r} uses individual rewards, so a shared penalty does not apply; use regularize.kl_coef"
     yield w.of_parts and kl, "kl_in_reward", apart
-    returns = f": {objective} learns returns, and {name!r} gives none; use gae"
+    returns = f": {objective} needs returns, but {name!r} gives none; use gae"
     yield "returns" in w.needs and not w.per_token, "advantage", returns
-    if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0
+    if kl is not None and kl.target is not None:  # otherwise one batch could drive the adaptive weight to 0
         from posttrain.algorithms.kl_control import MAX_ERROR
 
         batch = rollout.num_prompts * rollout.group_size
         short = (
-            f"={kl.horizon} is too short for batches of {batch} completions: it must be more than "
-            f"{MAX_ERROR * batch:g}, and is usually many batches"
+            f"={kl.horizon} is too short for batches of {batch} completions: it must exceed "
+            f"{MAX_ERROR * batch:g}, and usually covers many batches"
         )
         yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
 
 
 def _of_rewards(w: Components) -> Iterator[Rule]:
-    """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
+    """Yield rules for prompt template tags and references to reward components."""
     from posttrain.data.render.template import build_template
     from posttrain.graders.rewards import reward_parts
 
@@ -507,7 +498,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     if w.recipe.rollout is not None:
         name = w.recipe.rollout.uniform_by
     near = registry.suggest(str(name), known)
-    unknown = f": there is no reward part {name!r}.{near} Known: {', '.join(known)}"
+    unknown = f": no reward component named {name!r}.{near} Known: {', '.join(known)}"
     unknown += answer_value("rollout.uniform_by", name)
     yield name not in known, "rollout.uniform_by", unknown
     if w.recipe.rollout is None:
@@ -520,10 +511,10 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
 
 
 def _of_scale(w: Components) -> Iterator[Rule]:
-    """Yield rules about what can be sharded."""
+    """Yield rules for sharding."""
     model = w.recipe.model
     scale = w.recipe.scale
-    elsewhere = ": answers of the averaged weights are sampled in this process; set eval.engine native"
+    elsewhere = ": averaged weights can only be sampled in this process; set eval.engine native"
     evaluates = w.recipe.train.ema_decay is not None and bool(w.recipe.eval.every)
     engine = w.engine
     if w.recipe.eval.engine is not None:
@@ -531,37 +522,37 @@ def _of_scale(w: Components) -> Iterator[Rule]:
     yield evaluates and engine.traits.get("takes_weights"), "train.ema_decay", elsewhere
     optimizer = w.recipe.optimizer.name
     if scale.sharding == "none":
-        alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
+        alike = ": weights are not sharded; give scale.sharding: fsdp2, or remove 'checkpoint'"
         yield scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
-    parts = f": it is not known whether optimizer {optimizer!r} works on sharded tensors"
+    parts = f": optimizer {optimizer!r} is untested with sharded tensors"
     known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
     yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
-    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    bits = ": quantized weights (model.load_bits) cannot be sharded; remove one key"
     yield model.load_bits, "scale.sharding", bits
-    types = ": an adapter in fp32 on a base in bf16 cannot be sharded with it; use model.dtype fp32, or none"
+    types = ": an fp32 adapter on a bf16 base cannot be sharded; use model.dtype fp32, or sharding none"
     yield model.adapter and model.dtype == "bf16", "scale.sharding", types
 
 
 def slow_paths(policy: Forward, attention: str) -> list[str]:
-    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it.
+    """Warn about padded batches, and about masked GPU attention unless requested by the recipe.
 
-    ``attention``: that of the recipe.
+    ``attention``: the recipe's setting.
     """
     if policy.path == "padded" and attention == "sdpa":
-        return ["batches are padded, which is slower: packing them would change what this model computes"]
+        return ["batches are padded, which is slower, because packing would change this model's outputs"]
     if policy.path == "padded":
-        return [f"model.attention: {attention}: batches are padded; with sdpa they are packed"]
+        return [f"model.attention: {attention}: batches are padded; sdpa would pack them"]
     if policy.device.type == "cuda" and policy.attention == "mask":
         return [
-            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
-            "masks, in rectangles; train.precision: bf16 avoids them"
+            "model.attention: variable-length flash attention supports only 16 bits, so the trainer uses padded "
+            "rectangles with attention masks; train.precision: bf16 avoids this"
         ]
     return []
 
 
 def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -> list[str]:
-    """Return a line if a model that was made elsewhere has a chat template, and the recipe names another template."""
+    """Notify about an unused chat template in a model from outside, if the recipe uses a different template."""
     from posttrain.models.sources import EMBEDDED, resolve_model_name
 
     source = Path(resolve_model_name(model))
@@ -572,15 +563,15 @@ def unused_chat_template(model: str, tokenizer: Tokenizer, template: Template) -
         return []
     return [
         f"prompt.template {template.name}: the tokenizer of {model} has a chat template, which this run "
-        "does not use; --prompt.template chat trains under it"
+        "does not use; --prompt.template chat uses it"
     ]
 
 
 def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> tuple[str, ...] | None:
-    """Return the batch fields at whose 0 the loss of a row is 0; None if every row has to be trained on.
+    """List batch fields whose zeros make a row's loss zero; None if every row must be trained.
 
-    Regularizers count at every token. An adapter's dropout draws its masks for a whole micro-batch, so that other rows
-    would get other masks.
+    Regularizers apply at every token. Adapter dropout draws masks per micro-batch, so removing rows would change the
+    masks for other rows.
     """
     from posttrain.models.forward.forward import causal_lm
     from posttrain.models.forward.routers import configured_coefficient
@@ -590,7 +581,7 @@ def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> 
     if vanishes is None or not components.recipe.train.skip_zero_rows or has_dropout(forward.model):
         return None
     if components.recipe.train.router_aux_loss_coef != 0 and configured_coefficient(causal_lm(forward.model)):
-        return None  # routers are balanced over all rows
+        return None  # router balancing needs all rows
     if components.recipe.train.router_aux_loss_coef:
         return None
     regularizers = components.recipe.regularize

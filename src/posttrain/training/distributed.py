@@ -1,10 +1,9 @@
-"""The only user of torch.distributed: several processes that train one model together, and its sharding by FSDP2.
+"""Multi-process training and FSDP2 sharding. No other module uses torch.distributed.
 
-The processes meet in torch's key-value store, which rank 0 holds: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of
-the environment (torchrun, srun), at a port of the loopback (the local launcher), or in the process group that Ray Train
-has opened. The first process that fails leaves a record there. Its connections close, so the next exchange of the
-others fails; they read the record for the reason. Objects travel pickled between the processes of one run, which trust
-one another.
+Processes meet through torch's key-value store on rank 0, located through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+(torchrun, srun), a loopback port (local launcher), or an existing process group (Ray Train). The first failing process
+stores a failure record. Its connections close, the next exchange fails in other processes, and they read the record
+for a reason. Objects are pickled between processes within one run, which trust each other.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from posttrain.models.load import choose_device
 from posttrain.process_group import ProcessGroup, Within, local_rank, own_part, whole
 
 T = TypeVar("T")
-JOIN_SECONDS = 600.0  # importing torch on a busy machine takes its time
-RECORD_SECONDS = 10.0  # for a record to arrive after the connection of the process that left it was closed
+JOIN_SECONDS = 600.0  # torch imports slowly on a busy machine
+RECORD_SECONDS = 10.0  # allowed delay between a closed connection and its failure record
 TASK, FAILURE, ARRIVED = "task", "failure", "arrived"
 
 
 class Processes(ProcessGroup):
-    """Several processes, of which this one is ``rank``, and the store that they share.
+    """Process group with a shared store; this process has rank ``rank``.
 
-    Every exchange raises ``PeerFailure`` if another process failed, ended, or did not come in time. ``noticed``: this
-    process knows that another one failed, and is ending.
+    Exchanges raise ``PeerFailure`` if another process fails, exits or times out. ``noticed``: this process has seen
+    another failure and is shutting down.
     """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -59,7 +58,10 @@ class Processes(ProcessGroup):
 
     @classmethod
     def open(cls, size: int, host: str = "127.0.0.1") -> Processes:
-        """Return rank 0 with a store at a free port of ``host`` alone; torch itself would listen on all addresses."""
+        """Create rank 0 with a store on a free port.
+
+        Listens only on ``host``, while torch would listen on all addresses.
+        """
         listening = socket.create_server((host, 0))
         port = int(listening.getsockname()[1])
         descriptor = listening.detach()
@@ -68,16 +70,16 @@ class Processes(ProcessGroup):
 
     @classmethod
     def attend(cls) -> Processes:
-        """Return this process with the store of the environment, or of the process group where one is open.
+        """Join through the environment variables, or through an open process group.
 
         Raises:
-            UsageError: variables are missing, the port is in use, or nobody answers there.
+            UsageError: missing variables, port in use, or no server listening.
         """
         if dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
         named = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in named if not os.environ.get(name)]:
-            raise UsageError(f"the environment has RANK and no {', '.join(missing)}; torchrun sets all of them")
+            raise UsageError(f"RANK is set, but {', '.join(missing)} missing; torchrun sets all of these")
         try:
             store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
         except (RuntimeError, ValueError, TimeoutError) as error:
@@ -85,31 +87,31 @@ class Processes(ProcessGroup):
             if "EADDRINUSE" in str(error):
                 reason = "the port is in use"
             raise UsageError(
-                "MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Give a free port of a machine "
-                "that all of them reach"
+                "MASTER_ADDR and MASTER_PORT: processes cannot connect at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Use a free port on a machine "
+                "reachable from all processes"
             ) from error
         return cls(rank, size, store)
 
     def give(self, task: Mapping[str, object]) -> None:
-        """Store the task of the others, as rank 0."""
+        """Publish the task for other ranks (rank 0)."""
         self.store.set(TASK, json.dumps(task))
 
     def take(self) -> dict[str, Any]:
-        """Wait for the task of rank 0."""
+        """Wait for the task from rank 0."""
         try:
             self.store.wait([TASK], timedelta(seconds=JOIN_SECONDS))
         except RuntimeError as error:
-            raise PeerFailure(f"{self}: rank 0 gives no task: {first_line(error)}") from error
+            raise PeerFailure(f"{self}: rank 0 sent no task: {first_line(error)}") from error
         return dict(json.loads(self.store.get(TASK)))
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
-        """Store the record of a failed rank; the first record stays."""
-        with suppress(RuntimeError):  # rank 0, and the store with it, may be gone
+        """Record a failed rank. Only the first record is kept."""
+        with suppress(RuntimeError):  # rank 0 and its store may be gone
             self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
 
     def failure(self, seconds: float = 0.0) -> PeerFailure | None:
-        """Return the first record of a failed rank, if there is one within so many seconds."""
+        """Read the first failure record, waiting up to ``seconds``; None if absent."""
         deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not self.store.check([FAILURE]):
@@ -120,10 +122,10 @@ class Processes(ProcessGroup):
         return None
 
     def wait_for_all(self) -> None:
-        """Wait, as rank 0, for all processes, as long as none has failed.
+        """Wait for all processes to join, checking for failures (rank 0).
 
         Raises:
-            PeerFailure: one did not come.
+            PeerFailure: a process failed or did not join in time.
         """
         num_here = self.store.add(ARRIVED, 1)
         deadline = time.monotonic() + JOIN_SECONDS
@@ -132,7 +134,7 @@ class Processes(ProcessGroup):
                 raise failure
             if time.monotonic() > deadline:
                 raise PeerFailure(
-                    f"{self.size - num_here} of {self.size} processes have not come in {JOIN_SECONDS:g} s"
+                    f"{self.size - num_here} of {self.size} processes did not join within {JOIN_SECONDS:g} s"
                 )
             num_here = self.store.add(ARRIVED, 0)
 
@@ -141,7 +143,7 @@ class Processes(ProcessGroup):
         with self._exchange(what):
             dist.all_gather_object(parts, (what, list(mine)))
         for rank, (theirs, _) in enumerate(parts):
-            if theirs != what:  # our own bug, or processes that decided differently
+            if theirs != what:  # internal bug, or diverging processes
                 raise RunFailure(f"rank {self.rank} is at {what!r} while rank {rank} is at {theirs!r}")
         lists = [part for _, part in parts]
         return [lists[i % self.size][i // self.size] for i in range(sum(map(len, lists)))]
@@ -154,7 +156,7 @@ class Processes(ProcessGroup):
                 tensor.copy_(total)
 
     def broadcast(self, value: T, what: str) -> T:
-        self.gather([], what)  # says at once that another process makes another call; else both would wait
+        self.gather([], what)  # detects mismatched calls early; otherwise both processes would block
         sent: list[Any] = [None]
         if self.is_main:
             sent = [value]
@@ -177,7 +179,7 @@ class Processes(ProcessGroup):
             self.agree(False, "turns to load")
 
     def first_failure(self) -> PeerFailure | None:
-        """Return the record of the first failed rank, which may be on its way, after an exchange failed."""
+        """Find the first failure record after a failed exchange, allowing for delays."""
         self.noticed = True
         return self.failure(RECORD_SECONDS)
 
@@ -189,7 +191,7 @@ class Processes(ProcessGroup):
         except RuntimeError as error:
             raise self.first_failure() or PeerFailure(
                 f"{self}: the exchange of {what} failed after {time.monotonic() - started:.0f} s: {first_line(error)}. "
-                "If another process is only slower, give a larger scale.timeout_seconds"
+                "If another process is just slow, increase scale.timeout_seconds"
             ) from error
 
     def __str__(self) -> str:
@@ -197,43 +199,45 @@ class Processes(ProcessGroup):
 
 
 def check_devices(device: str, num_processes: int) -> None:
-    """Refuse more processes on this machine than it has GPUs, where ``device`` (``model.device``) takes GPUs.
+    """Check that enough GPUs exist for local processes if ``device`` (``model.device``) uses GPUs.
 
     Raises:
-        UsageError: there are fewer, or they are Apple's, between which no tensors travel.
+        UsageError: too few GPUs, or Apple GPUs, which cannot exchange tensors.
     """
     kind = choose_device(device).type
     there = torch.cuda.device_count()
     if kind == "mps" and num_processes > 1:
-        raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
+        raise UsageError(
+            f"scale.processes: {num_processes}, but a Mac GPU (model.device mps) supports only 1; set 1, or use cpu"
+        )
     if kind == "cuda" and num_processes > there:
         raise UsageError(
-            f"scale.processes: {num_processes} on this machine, and torch sees {there} "
+            f"scale.processes: {num_processes} on this machine, but torch finds {there} "
             f"GPU{'s' if there != 1 else ''}; give at most one process per GPU, or model.device cpu"
         )
 
 
 @contextmanager
 def join(process_group: Processes, device: str, timeout_seconds: float) -> Iterator[Processes]:
-    """Work together with the other processes, inside the block; an error in it ends all of them.
+    """Join the process group inside the block. An error ends all processes.
 
     Args:
-        device: ``model.device``. Tensors travel by NCCL between GPUs, and by gloo between CPUs.
-        timeout_seconds: after which an exchange that is not complete is an error.
+        device: ``model.device``. Uses NCCL between GPUs and gloo between CPUs.
+        timeout_seconds: maximum duration for an exchange.
 
     Raises:
-        UsageError: there is no GPU for this process.
+        UsageError: no GPU for this process.
         PeerFailure: another process failed.
     """
     try:
         _open_group(process_group, device, timeout_seconds)
         try:
             yield process_group
-            process_group.agree(False, "end of the run")  # rank 0 holds the store and ends the others
+            process_group.agree(False, "end of the run")  # rank 0 holds the store and stops other ranks
         finally:
             dist.destroy_process_group()
     except BaseException as error:
-        # FSDP2 gathers layers itself; its errors come here as they are.
+        # FSDP2 gathers layers internally; its errors arrive here unchanged.
         if isinstance(error, RuntimeError):
             failure = process_group.first_failure()
             if failure is not None:
@@ -249,7 +253,7 @@ def join(process_group: Processes, device: str, timeout_seconds: float) -> Itera
 def _open_group(process_group: Processes, device: str, timeout_seconds: float) -> None:
     kind = choose_device(device).type
     index = local_rank() or 0
-    num_here = index + 1  # at least
+    num_here = index + 1  # lower bound
     backend = "gloo"
     if kind == "mps":
         num_here = process_group.size
@@ -270,15 +274,15 @@ def _open_group(process_group: Processes, device: str, timeout_seconds: float) -
         )
     except RuntimeError as error:
         raise process_group.failure() or PeerFailure(
-            f"{process_group} cannot reach the others: {first_line(error)}"
+            f"{process_group} cannot reach other processes: {first_line(error)}"
         ) from error
 
 
 class Root(torch.nn.Module):
-    """The unit of sharding: a model, with the head that reads its states where there is one.
+    """FSDP2 root module: a model with its head, if any.
 
-    Its forward is any computation with them, so that everything passes the hooks that gather their weights and add up
-    their gradients.
+    ``forward`` runs an arbitrary computation, so all computations trigger FSDP2 hooks that gather weights and reduce
+    gradients.
     """
 
     def __init__(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
@@ -291,12 +295,12 @@ class Root(torch.nn.Module):
 
 
 class Shards:
-    """The trained weights, sharded: each process has its part of every tensor, gradient and moment (FSDP2).
+    """FSDP2-sharded trained weights, gradients and optimizer moments.
 
-    Where the trainer samples with the model, gradients are computed with the shards alone, and an unsharded model stays
-    for all else: ``gather`` brings it up to date after an update, ``scatter`` the shards after it was loaded. Elsewhere
-    the shards are the model (``keeps_whole`` False): it is sharded in place from main memory, and every pass gathers it
-    layer by layer. ``within`` gathers the model there.
+    If the trainer samples with the model, shards are used only for gradients, and an unsharded model remains for
+    everything else: ``gather`` refreshes it after updates, ``scatter`` refreshes shards after loading. Otherwise
+    (``keeps_whole`` False) the model is sharded in place from CPU memory, and forward passes gather it layer by
+    layer. ``within`` then runs a computation with gathered weights.
     """
 
     model: torch.nn.Module
@@ -310,7 +314,7 @@ class Shards:
         self._pairs: list[tuple[Tensor, Any]] = []
 
     def cut(self, whole: Forward | ActorCritic, heads: dict[str, torch.nn.Module]) -> None:
-        """Shard the models of the pass that the objective reads, with its heads and critics, without an exchange."""
+        """Shard the models used by the objective, including heads and critics, without communication."""
         self.model = whole.model
         self.heads = heads
         if self.keeps_whole:
@@ -341,17 +345,17 @@ class Shards:
         return forward
 
     def part(self, forward: Forward) -> None:
-        """Shard the model of a pass, with its head, in place."""
+        """Shard a model and its head in place."""
         root = Root(forward.model, forward.head)
         for part in (*checkpointed_layers(forward.model), root):
             fully_shard(part, mesh=self._mesh)
-            # A plain sum: the weights of the loss are those of the batch of all processes; and gloo has no other one.
+            # Plain sum: loss weights already cover the batch across all processes, and gloo supports only sums.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         forward.root = partial(_within, root)
 
     def choose_paths(self, policy: Forward) -> None:
-        """Choose again how batches are computed, where the shards are the model; ``policy``: the language model's."""
+        """Choose computation paths again after in-place sharding; ``policy`` is the language model's forward pass."""
         if self.keeps_whole:
             return
         forward = self.forward
@@ -366,19 +370,19 @@ class Shards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the shards into the unsharded model."""
+        """Copy shards into the unsharded model."""
         for plain, shard in self._pairs:
             plain.copy_(shard.full_tensor())
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Copy the unsharded model into the shards."""
+        """Copy the unsharded model into shards."""
         for plain, shard in self._pairs:
             self.fill(shard, plain.detach())
 
     @torch.no_grad()
     def fill(self, live: Tensor, tensor: Tensor) -> None:
-        """Copy an unsharded tensor, the same in all processes, into one of the model's, sharded or not."""
+        """Copy an unsharded tensor, identical in all processes, into a model tensor (sharded or not)."""
         own = tensor
         if isinstance(live, DTensor):
             own = part_of(tensor.to(live.device), live)
@@ -386,13 +390,13 @@ class Shards:
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Return unsharded tensors on the CPU, gathered one by one; a process keeps those that it asks for."""
+        """Gather unsharded tensors on CPU one at a time. Each process keeps only requested tensors."""
         gathered = ((name, whole(tensor)) for name, tensor in tensors.items())
         return {name: full.cpu() for name, full in gathered if is_kept(name)}
 
 
 def _within(root: Any, compute: Callable[[], T]) -> T:
-    """Compute inside the pass of a root; without gradients no backward pass would free its own weights again."""
+    """Run a computation in the root's forward. Without gradients, reshard explicitly, because no backward pass will."""
     computed: T = root(compute)
     if not torch.is_grad_enabled():
         root.reshard()
@@ -400,15 +404,15 @@ def _within(root: Any, compute: Callable[[], T]) -> T:
 
 
 def part_of(tensor: Tensor, like: Any) -> DTensor:
-    """Return an unsharded tensor, the same in all processes, sharded as ``like`` is."""
+    """Shard a tensor, identical in all processes, like an existing one."""
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
 def save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors together, of the sharded ones each process its part, as safetensors.
+    """Write tensors to safetensors collectively. Each process writes its shards.
 
     Raises:
-        OSError: a process could not write.
+        OSError: write failed in some process.
     """
     try:
         dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
@@ -418,10 +422,10 @@ def save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 class StoredShards(Mapping[str, Tensor]):
-    """The tensors of ``save_shards``; one is read, unsharded, when it is asked for.
+    """Lazy mapping over tensors written by ``save_shards``. Tensors are read unsharded on access.
 
     Raises:
-        CheckpointError: the files do not hold all of a tensor, or cannot be read.
+        CheckpointError: incomplete or unreadable tensor files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -430,14 +434,14 @@ class StoredShards(Mapping[str, Tensor]):
             self._about: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         for name, about in self._about.items():
             if about.size.numel() != sum(chunk.sizes.numel() for chunk in about.chunks):
-                raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is not whole")
+                raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is incomplete")
 
     @contextmanager
     def _explained(self) -> Iterator[HuggingFaceStorageReader]:
         try:
             yield HuggingFaceStorageReader(str(self._folder))
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{self._folder} does not hold an optimizer's tensors: {first_line(error)}") from None
+            raise CheckpointError(f"{self._folder} contains no optimizer tensors: {first_line(error)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._about))

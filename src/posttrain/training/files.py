@@ -1,4 +1,4 @@
-"""The files of a run that trains, and the type of its observer."""
+"""Run files used by training, and the observer type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Called with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and its facts.
+# Callback with an event name ("start", "step", "evaluation", "checkpoint", "notice", "finish") and event data.
 Observer = Callable[[str, dict[str, Any]], None]
 
 
 class NoRecords:
-    """Metrics and rollouts of a process that is not the main one: nothing is written."""
+    """Discards metrics and rollouts in processes other than the main one."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments, **options: None
@@ -20,7 +20,7 @@ class NoRecords:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Paths inside a run directory that the loop writes to."""
+    """Paths inside a run directory used by training."""
 
     folder: Path
     checkpoints: Path
@@ -29,7 +29,7 @@ class RunFiles:
 
     @classmethod
     def within(cls, folder: str | Path) -> RunFiles:
-        """The paths under ``folder``; makes the directories."""
+        """List paths under ``folder``, creating directories."""
         root = Path(folder)
         for name in ("checkpoints", "evaluation"):
             (root / name).mkdir(parents=True, exist_ok=True)

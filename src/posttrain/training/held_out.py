@@ -1,7 +1,7 @@
-"""Held-out evaluation while a run trains: by sampled answers, by the objective, or by the loss.
+"""Held-out evaluation during training: sampled answers, objective values, or demonstration loss.
 
-By the objective: on units of given data (pairs, judged answers, labelled steps). By the loss: on demonstrations
-(``eval.loss``), next to the answers that are sampled. Imported only where a recipe evaluates.
+Objective values use given data (pairs, judged answers, labeled steps). Demonstration loss (``eval.loss``) complements
+sampled answers. Imported only by recipes with evaluation.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Example, with_float64
 
-# Metrics of objectives that get an interval; the first that is reported.
+# Objective metrics reported with intervals; the first one present is used.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
-MAX_ANSWER_TOKENS = 256  # where the recipe says nothing
-MAX_EXPONENT = 700.0  # e to the power of more is no float
+MAX_ANSWER_TOKENS = 256  # default if unspecified
+MAX_EXPONENT = 700.0  # larger exponents overflow
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Units of a source over held-out examples; ``num_dropped`` could not be used (too long, no responses, a tie)."""
+    """Held-out source units. ``num_dropped`` counts unusable examples (too long, no responses, ties)."""
 
     source: SupervisedSource
     units: Sequence[int]
@@ -60,19 +60,19 @@ class HeldOut:
 
 
 def build_eval_tasks(trained: Component, options: EvalSection) -> list[Task]:
-    """Return the tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
+    """Build evaluation tasks with selected examples. Repeated tasks get distinct names.
 
-    ``trained``: the run's task.
+    ``trained``: training task.
 
     Raises:
-        RecipeError: training leaves no split of its task to evaluate on.
+        RecipeError: training uses all splits, so none remains for evaluation.
     """
     tasks: list[Task] = []
     for index, component in enumerate(eval_components(trained, options.tasks)):
         task = build_task(component, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        if options.items == "first" or options.items_seed:  # else every run's sample
+        if options.items == "first" or options.items_seed:  # otherwise use the standard sample shared by all runs
             n = options.num_examples
             if options.items == "first":
                 indices = list(range(min(n, len(task.examples))))
@@ -86,28 +86,28 @@ def build_eval_tasks(trained: Component, options: EvalSection) -> list[Task]:
 def choose_held_out(
     read: Callable[..., SupervisedSource], tasks: Sequence[Task], components: Components
 ) -> dict[str, HeldOut]:
-    """Return by a task's label the units on which the objective, or the loss of demonstrations, is evaluated.
+    """Choose units for objective or demonstration-loss evaluation, by task label.
 
-    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
-    examples that every evaluation of the task uses; if these have more units, a fixed sample of them. Other tasks are
-    evaluated by sampled answers alone. ``read``: the recipe's source over a task.
+    Only tasks with responses or demonstrations are included, using the same ``eval.num_examples`` examples as every
+    other evaluation. If these give too many units, a fixed sample is used. Other tasks are evaluated only by sampled
+    answers. ``read``: builds the recipe's source for a task.
 
     Raises:
-        RecipeError: a task to evaluate a reward model on has no responses.
-        UsageError: a task is empty, or none of its units can be used.
+        RecipeError: evaluating a reward model on a task without responses.
+        UsageError: empty task, or no usable units.
     """
     n = components.recipe.eval.num_examples
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
-            raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+            raise UsageError(f"task {task.name!r}, split {task.split!r}: no examples to evaluate")
         examples = held_out(task, n, key=content_of)
         if components.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
             if not shown:
                 continue
             wants_loss = components.recipe.eval.loss
-            if wants_loss is None:  # by default where sampled answers cannot be graded
+            if wants_loss is None:  # by default if sampled answers cannot be graded
                 wants_loss = all(example.answer is None for example in shown)
             if wants_loss:
                 source = read(replace(task, examples=shown, dropped={}), fields=None, draws=False)
@@ -119,14 +119,14 @@ def choose_held_out(
             chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
         elif components.only_scores:
             raise RecipeError(
-                f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
-                "graded; name a task with responses, or switch evaluation off with eval.every: 0"
+                f"eval.tasks: task {task.name!r} has no responses, and reward models generate no answers to "
+                "grade; choose a task with responses, or disable evaluation with eval.every: 0"
             )
     return chosen
 
 
 def answer_limit(options: EvalSection, rollout: RolloutSection | None) -> int:
-    """Return the number of tokens of an answer to evaluate: ``eval.max_tokens``, else as long as in training."""
+    """Compute the answer limit for evaluation in tokens: ``eval.max_tokens``, or the training limit."""
     if options.max_tokens:
         return options.max_tokens
     if rollout is not None:
@@ -135,31 +135,31 @@ def answer_limit(options: EvalSection, rollout: RolloutSection | None) -> int:
 
 
 def is_read(task: Task, n: int) -> bool:
-    """Return whether a task has responses to evaluate an objective on, so that no answers are sampled."""
+    """Check if a task provides responses, so evaluation needs no sampling."""
     size = len(task.examples)
     return size > 0 and any(task.examples[i].responses for i in held_out_indices(size, n))
 
 
 def _is_shown(example: Example) -> bool:
-    """Return whether an example has an answer to imitate."""
+    """Check if an example has an answer to imitate."""
     texts = (example.answer, example.solution, example.demonstration)
     return texts != (None, None, None) or bool(example.responses or example.turns)
 
 
 @torch.no_grad()
 def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches: MicroBatching) -> dict[str, float]:
-    """Loss of held-out demonstrations over their trained tokens.
+    """Compute held-out demonstration loss over trained tokens.
 
-    ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
-    policy finds likeliest. ``loss_tokens``, ``loss_rows``, ``rows_dropped``: numbers of tokens and demonstrations.
+    ``loss``: mean −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: fraction of tokens ranked first by
+    the policy. ``loss_tokens``, ``loss_rows``, ``rows_dropped``: token and demonstration counts.
 
     Raises:
-        NonFiniteLoss: a loss that is NaN or infinite.
+        NonFiniteLoss: NaN or infinite loss.
     """
     batch = held_out.source.batch_of(held_out.units)
 
     def measure(part: Batch) -> tuple[float, float]:
-        """Return the log-probability of the trained tokens, and how many of them the policy finds likeliest."""
+        """Sum log-probabilities over trained tokens and count top-ranked ones."""
         outputs = policy(part, "none")
         candidates, _ = policy.top_candidates(part, 1)
         likeliest = candidates[..., 0]
@@ -186,14 +186,13 @@ def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches:
 def evaluate_objective(
     held_out: HeldOut, task: Task, method: Method, options: TrainSection, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Evaluation:
-    """Loss and metrics of the objective on held-out units, without gradients.
+    """Compute loss and objective metrics on held-out units, without gradients.
 
-    The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units; a solution counts once,
-    however many steps it has.
+    Objective accuracy (``ACCURACIES``) includes a Wilson interval over n units. Multi-step solutions count once.
 
     Raises:
-        UsageError: the objective reports no accuracy.
-        NonFiniteLoss: a loss that is NaN or infinite.
+        UsageError: objective without an accuracy metric.
+        NonFiniteLoss: NaN or infinite loss.
     """
     started = time.perf_counter()
     batch = held_out.source.batch_of(held_out.units)
@@ -202,8 +201,8 @@ def evaluate_objective(
     name = next((name for name in ACCURACIES if name in metrics), None)
     if name is None:
         raise UsageError(
-            f"eval: the objective reports none of {', '.join(ACCURACIES)}, so there is nothing to evaluate by; add one "
-            "to its metrics, or switch evaluation off with eval.every: 0"
+            f"eval: objective metrics contain none of {', '.join(ACCURACIES)} to evaluate; add one, "
+            "or disable evaluation with eval.every: 0"
         )
     if not (math.isfinite(loss) and math.isfinite(metrics[name])):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
@@ -216,11 +215,11 @@ def evaluate_objective(
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The evaluation of a run on every held-out task (``eval``).
+    """Evaluate all held-out tasks (``eval``).
 
-    options: of the evaluation. train: of the micro-batches, and the seed. max_tokens: of an answer. held_out: by a
-    task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration. start: the
-    model at the start (None where no drift is measured).
+    options: evaluation settings. train: micro-batch settings and seed. max_tokens: answer limit. held_out: units for
+    objective or loss evaluation (``shape`` demonstration), by task label. start: initial model (None if drift is not
+    measured).
     """
 
     options: EvalSection
@@ -235,22 +234,22 @@ class Evaluator:
     shape: Shape = "demonstration"
 
     def __call__(self, step: int) -> list[Evaluation]:
-        """Evaluate the weights after ``step`` updates on each task."""
+        """Evaluate each task after ``step`` updates."""
         self.sampler.engine.sync(step)
         done = [self._with_kl(self._evaluate_on(task, step), task) for task in self.tasks]
         self.sampler.engine.rest()
         return done
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling of answers."""
+        """Sampling options for answers."""
         return self.sampler.sampling(self.max_tokens, temperature)
 
     def _micro_batches(self) -> MicroBatching:
-        """Return the passes over given answers."""
+        """Micro-batching for given answers."""
         return MicroBatching(self.train.micro_batch_tokens, process_group=self.sampler.process_group)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
-        """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
+        """Evaluate by the objective if units exist, otherwise by sampled answers and loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
@@ -275,7 +274,7 @@ class Evaluator:
         return evaluation
 
     def _with_kl(self, evaluation: Evaluation, task: Task) -> Evaluation:
-        """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
+        """Add entropy and KL from the initial policy, if requested."""
         if not self.options.num_kl_prompts:
             return evaluation
         assert self.start is not None, "the reference is built where KL is measured"
@@ -296,10 +295,10 @@ class Evaluator:
 def build_eval_engine(
     components: Components, engine: Engine, build: Callable[[Entry, dict[str, object], str], Engine]
 ) -> Engine:
-    """Return the engine of evaluations: that of the rollouts, or ``eval.engine``.
+    """Build the evaluation engine: ``eval.engine``, or the rollout engine.
 
     Raises:
-        UsageError: ``eval.engine`` cannot be used here.
+        UsageError: unsupported ``eval.engine``.
     """
     component = components.recipe.eval.engine
     if component is None or (component.name, component.options) == (components.engine.name, components.engine_options):
@@ -308,6 +307,6 @@ def build_eval_engine(
         return build(registry.find("engine", component.name, "eval.engine"), component.options, "eval.engine")
     except UsageError as error:
         place = "" if str(error).startswith("eval.engine") else "eval.engine: "
-        way_out = f"Or leave eval.engine out: evaluations are then answered by {components.engine.name!r}"
+        way_out = f"Or remove eval.engine, so evaluation uses {components.engine.name!r}"
         error.args = (f"{place}{str(error).rstrip('.')}. {way_out}", *error.args[1:])
         raise

@@ -1,9 +1,9 @@
-"""Rows of an optimizer batch that cannot change its gradient, whatever the model computes on them.
+"""Find optimizer batch rows that cannot affect the gradient, regardless of model outputs.
 
-An objective declares in its registration which batch fields make it vanish: ``vanishes=("advantages",)`` says that
-value and gradient of a token are 0 where its advantage is 0. A row is idle if all its trained tokens have such a field
-at 0, a weight of 0 or a correction of 0. Weights come from the whole batch, so the sum over the other rows is the
-gradient of the whole batch.
+Objectives declare vanishing fields at registration: ``vanishes=("advantages",)`` means that a token's value and
+gradient are 0 if its advantage is 0. A row is idle if every trained token has a zero vanishing field, zero weight or
+zero correction, or is masked out. Weights are computed over the whole batch, so summing only the remaining rows gives
+the same gradient.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from posttrain.errors import UsageError
 from posttrain.recipes.sections import TrainSection
 from posttrain.types import UNMASKED, Batch, Loss, Outputs
 
-# What an update does with idle rows: forward and backward pass, a forward pass for the metrics, or nothing.
+# Treatment of idle rows in an update: forward and backward, forward only (for metrics), or skipped.
 IdleRows = Literal["train", "measure", "skip"]
-UNSCORED = "unscored"  # the batch field that is 1 for rows whose log-probabilities were not computed
+UNSCORED = "unscored"  # batch field, 1 for rows without computed log-probabilities
 SHIFTS = (0.0, 0.3)  # nats
 
 
 def choose_idle_rows(options: TrainSection, step: int, last_step: int | None) -> IdleRows:
-    """Return what update number ``step`` does with idle rows.
+    """Choose how to treat idle rows in update ``step``.
 
-    The first update, those that ``train.save_every`` follows with a checkpoint, and the last one measure every row.
-    This changes metrics only: idle rows take no part in the gradient at any step, so that weights do not depend on
-    where checkpoints are.
+    All rows are measured in the first and last update and before ``train.save_every`` checkpoints. Only metrics are
+    affected: idle rows never contribute gradients, so weights do not depend on checkpoint timing.
     """
     if not options.skip_zero_rows:
         return "train"
@@ -43,15 +42,15 @@ def choose_idle_rows(options: TrainSection, step: int, last_step: int | None) ->
 
 
 def find_idle_rows(batch: Batch, vanishes: Sequence[str]) -> Tensor:
-    """Return ``bool [B]``: True for rows that cannot change the gradient; a unit's rows are idle together.
+    """Find rows that cannot affect the gradient, ``bool [B]``. Rows in a unit are idle together.
 
-    ``vanishes``: the fields at whose 0 the objective is 0. NaN is not 0.
+    ``vanishes``: fields whose zeros make the objective 0. NaN counts as nonzero.
     """
     idle = ~batch.mask
     factors = [batch.fields[name] for name in vanishes if name in batch.fields]
     if "correction" in batch.fields:
         factors.append(batch.fields["correction"])
-    if UNMASKED in batch.fields and vanishes:  # without another term at the token, such as a KL
+    if UNMASKED in batch.fields and vanishes:  # only if no other term applies at the token, such as a KL
         factors.append(batch.fields[UNMASKED])
     if batch.weights is not None and batch.weights.ndim == 2:
         factors.append(batch.weights)
@@ -67,10 +66,10 @@ def find_idle_rows(batch: Batch, vanishes: Sequence[str]) -> Tensor:
 
 
 def split_idle_rows(batch: Batch, vanishes: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the rows that the gradient is computed from, and the idle ones.
+    """Split row indices into (used for gradients, idle).
 
-    The gradient always has at least one unit with a trained token, the shortest: with it every parameter gets a
-    gradient of zeros, and the optimizer does what it does with those.
+    At least one unit with a trained token (the shortest) is always used, so every parameter gets a zero gradient and
+    the optimizer behaves normally.
     """
     idle = find_idle_rows(batch, vanishes)
     if bool(idle.all()):
@@ -90,16 +89,16 @@ def split_idle_rows(batch: Batch, vanishes: Sequence[str]) -> tuple[list[int], l
 def check_vanishing(
     label: str, objective: Callable[[Outputs, Batch], Loss], vanishes: Sequence[str], outputs: Outputs, part: Batch
 ) -> None:
-    """Refuse an objective whose value or gradient is not 0 where it says that it vanishes.
+    """Reject objectives with nonzero value or gradient at declared vanishing fields.
 
-    The function is called with the outputs of a micro-batch and one of the fields at 0 everywhere: with the model's
-    log-probabilities, and with others, because a term may be 0 where the ratio to the sampler is 1.
+    The objective is called on a micro-batch with one field set to 0, using real log-probabilities and shifted ones,
+    because some terms vanish only at ratio 1.
 
     Args:
-        label: the objective's name in the recipe.
+        label: objective name in the recipe.
 
     Raises:
-        UsageError: with the field, and the largest value and derivative.
+        UsageError: with the field and the largest value and derivative.
     """
     for name, shift in itertools.product(vanishes, SHIFTS):
         zeros = replace(part, fields=part.fields | {name: torch.zeros_like(part.field(name))})
@@ -113,7 +112,7 @@ def check_vanishing(
 
 
 def _shifted(outputs: Outputs, shift: float) -> Outputs:
-    """Return the outputs as leaves of a graph; log-probabilities ``shift`` nats lower at every second token."""
+    """Create leaf outputs, lowering log-probabilities at every second token by ``shift`` nats."""
     columns = torch.arange(outputs.logprobs.shape[1], device=outputs.logprobs.device)
     lower = shift * (columns % 2).to(outputs.logprobs.dtype)
     return Outputs(
@@ -125,7 +124,7 @@ def _shifted(outputs: Outputs, shift: float) -> Outputs:
 
 
 def _sizes(objective: Callable[[Outputs, Batch], Loss], outputs: Outputs, part: Batch) -> tuple[float, float]:
-    """Return the largest value of an objective at trained tokens, and the largest derivative of their sum."""
+    """Compute the largest absolute objective value at trained tokens, and the largest derivative of their sum."""
     with torch.enable_grad():
         values = registry.call("objective", objective, outputs, part).values
         if values.ndim == 2:
@@ -146,7 +145,7 @@ def _leaf(x: Tensor | None) -> Tensor | None:
 
 
 def _largest(x: Tensor) -> float:
-    """Return the largest size of the finite numbers in ``x``; a log-probability of −inf times 0 is NaN."""
+    """Compute the largest finite magnitude in ``x``. A log-probability of −inf times 0 gives NaN."""
     finite = x.detach()[x.detach().isfinite()]
     if finite.numel() == 0:
         return 0.0

@@ -64,7 +64,7 @@ class CallForm:
 
     @property
     def key(self) -> str | None:
-        """Key holding the arguments, if a call is a single JSON object including its name; else None."""
+        """Key holding arguments, if calls are single JSON objects that include the name; else None."""
         if not _OBJECT.search(self.opening) or not _END.match(self.closing):
             return None
         found = _KEY.search(self.middle)

@@ -15,7 +15,7 @@ from posttrain.data.render.encoding import Tokenizer
 from posttrain.data.render.foreign import HAS_WORKERS, TemplateError, render_foreign
 from posttrain.errors import UsageError
 
-# Default for new models and those shipped with posttrain. Only this template is rendered in this process.
+# Default for new models and those shipped with posttrain. Others run in workers, if available.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 def render_dicts(
     tokenizer: Tokenizer, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
 ) -> str:
-    """Render messages. If a template requires string arguments in calls, they are passed as JSON.
+    """Render messages. Call arguments are JSON-encoded for templates that require strings.
 
     Raises:
         UsageError: missing chat template, or rendering fails.

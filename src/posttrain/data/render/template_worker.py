@@ -28,7 +28,7 @@ def _raised(error: BaseException) -> BaseException:
 
 
 def render_conversation(item: dict[str, Any]) -> dict[str, str | int]:
-    """Render a conversation, returning ``text``, the ``length`` if too long, or the template's ``error``.
+    """Render a conversation, returning ``text``, its ``length`` if too long, or any template ``error``.
 
     ``item`` contains ``template``, special ``tokens`` by name, ``given`` (messages and variables as JSON), ``prompt``
     and ``max_chars``.

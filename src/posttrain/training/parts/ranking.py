@@ -1,4 +1,4 @@
-"""The evaluations of a run in order: the best one so far, and whether the run has waited long enough for a better."""
+"""Track the best evaluation and early stopping."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.store.metric_names import Metric
 
 @dataclass(slots=True)
 class EvaluationRanking:
-    """The best evaluation by the primary metric (``{"step": s, NAME: value}``) and the number of ``stale`` ones since.
+    """Best evaluation by primary metric (``{"step": s, NAME: value}``) and number of ``stale`` evaluations since.
 
-    An evaluation is stale if it is not better than the best before it. Of equal steps the later is the best, and its
-    evaluation is stale. All of it is in a checkpoint, so that a resumed run ends at the same step.
+    An evaluation is stale if it does not improve on the best. Ties move the best to the later step but still count as
+    stale. Everything is stored in checkpoints, so resumed runs stop at the same step.
 
-    ``patience``: so many stale evaluations in a row end the run; None: it goes on to its last step.
+    ``patience``: stop after this many consecutive stale evaluations; None trains until the last step.
     """
 
     patience: int | None = None
@@ -24,15 +24,14 @@ class EvaluationRanking:
     stale: int = 0
 
     def add(self, primary: Metric | None, evaluations: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Count the evaluation of a step. The weights before the first step (0) are not ranked.
+        """Add an evaluation. Weights before the first step (0) are not ranked.
 
         Raises:
-            UsageError: there is no primary metric, and the run waits for a better one.
+            UsageError: early stopping without a primary metric.
         """
         if primary is None and self.patience is not None:
             raise UsageError(
-                "eval.patience: no evaluation has a metric that ranks the run. Name one by eval.best, or leave out "
-                "patience"
+                "eval.patience: no evaluation reports a primary metric. Choose one with eval.best, or remove patience"
             )
         if primary is None or step == 0:
             return
@@ -41,7 +40,7 @@ class EvaluationRanking:
             return
         before = None
         if self.best is not None:
-            before = self.best.get(primary.name)  # None: it was another metric
+            before = self.best.get(primary.name)  # None after a metric change
         if before is None or primary.goodness(value) > primary.goodness(before):
             self.stale = 0
         else:
@@ -50,11 +49,11 @@ class EvaluationRanking:
             self.best = {"step": float(step), primary.name: value}
 
     def has_waited(self) -> bool:
-        """Return whether the run ends because nothing has got better."""
+        """Check if early stopping applies."""
         return self.patience is not None and self.stale >= self.patience
 
     def describe(self, step: int, steps: int) -> str:
-        """Return the line on a run that ends before its last step."""
+        """Describe early stopping before the last step."""
         shown = ""
         if self.best is not None:
             (name, value), *_ = [item for item in self.best.items() if item[0] != "step"]

@@ -1,4 +1,4 @@
-"""Batch fields of the weights before an update: for masks, and for tokens or pairs chosen over the whole batch."""
+"""Batch fields computed with pre-update weights: for masks, and for tokens or pairs selected across the whole batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from posttrain.types import Batch
 
 @register("batch_field", each_step=True, fills=("policy_logprobs", "policy_entropy"))
 def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
-    """``[B, T]``: log-probabilities under the weights before the update, and ``policy_entropy``, that of the
-    distribution of each token."""
+    """``[B, T]`` log-probabilities under pre-update weights, plus ``policy_entropy`` at each token."""
     logprobs, entropies = policy.entropies(batch)
     return {"policy_logprobs": logprobs, "policy_entropy": entropies}
 
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
 def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
-    """``[B, T]``: 1 of the tokens that ``clip_cov`` draws among those that its ratio does not clip, else 0.
+    """``[B, T]`` indicator for tokens drawn by ``clip_cov`` from unclipped tokens.
 
-    The draw is a function of (seed, step, row).
+    The draw depends only on (seed, step, row).
     """
     from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
 
@@ -45,7 +44,7 @@ def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
 def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
-    """``[B, T]``: 1 of the tokens with the largest covariance, which ``kl_cov`` punishes for leaving the sampler."""
+    """``[B, T]`` indicator for tokens with the largest covariance, penalized by ``kl_cov``."""
     from posttrain.algorithms.masks import largest, number_of, token_covariance
 
     mask = batch.trained_mask
@@ -55,7 +54,7 @@ def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "ref_logprobs"))
 def transport_shift(batch: Batch) -> Tensor:
-    """``[B]``: the reference's margin of the row's pair minus the one that has the rank of the policy's (``aot``)."""
+    """``[B]`` reference margin for each pair minus the reference margin at the policy margin's rank (``aot``)."""
     from posttrain.algorithms.masks import shift_by_rank
 
     margins = []
