@@ -49,7 +49,7 @@ TOKENS: dict[str, int] = {
     "runs": 46_278,
     "sampling": 56_075,
     "store": 20_700,
-    "sweeps": 26_351,
+    "sweeps": 26_357,
     "terminal": 4_377,
     "training": 69_456,
 }

@@ -26,8 +26,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 class Change:
     """A single change: recipe keys, or the first batch.
 
-    ``label``: text as typed. ``overrides``: dotted keys and values. ``dropped``: prompts in the first batch excluded from
-    training. ``reward``: prompt, answer, and new reward. Indices start at 0.
+    ``label``: text as typed. ``overrides``: dotted keys and values. ``dropped``: prompts in the first batch to exclude
+    from training. ``reward``: prompt, answer, and new reward. Indices start at 0.
     """
 
     label: str

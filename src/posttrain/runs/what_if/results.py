@@ -34,8 +34,8 @@ TRAINING = ("reward", "loss")
 class FutureResult:
     """One played future: state, step metrics, and held-out results.
 
-    ``state``: ``finished`` or ``stopped`` if complete, else ``failed`` (see ``message``), ``interrupted`` or ``running``.
-    ``folder``: run directory, for ``pt.load_run``.
+    ``state``: ``finished`` or ``stopped`` if complete, else ``failed`` (see ``message``), ``interrupted`` or
+    ``running``. ``folder``: run directory, for ``pt.load_run``.
     """
 
     future: Future
