@@ -109,7 +109,7 @@ def test_a_failing_trial_stops_no_other_and_is_tried_again(make_plan: MakePlan) 
     assert "good-seed0: the process exited with code 1" in (plan.folder / "table.md").read_text()
     again = FakeRunner()
     outcome = again.run(plan, jobs=1)
-    assert (outcome.failures, again.names("goes")) == ({}, ["good-seed0"])
+    assert (outcome.failures, again.names("continued")) == ({}, ["good-seed0"])
     assert doings(plan, "good-seed0") == ["fail", "resume"]
 
 
@@ -138,7 +138,7 @@ def test_a_signal_ends_the_trials_and_the_same_command_goes_on(
     more = FakeRunner()
     more.run(make_plan(num_seeds=3), jobs=2)  # what is finished is kept
     assert more.lines[0].endswith("; 4 already finished")
-    assert sorted(more.names("started", "goes")) == ["good-seed2", "other-seed2"]
+    assert sorted(more.names("started", "continued")) == ["good-seed2", "other-seed2"]
 
 
 def test_an_error_on_our_side_leaves_no_process_behind(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_every_trial_begins_after_what_it_needs(make_plan: MakePlan) -> None:
     status = plan.folder / "cells" / "grpo-seed1" / "status.json"
     status.write_text(status.read_text().replace("finished", "running"))
     _, outcome, again = run_chain(make_plan)
-    assert (again.names("started", "goes"), outcome.failures) == (["grpo-seed1"], {})
+    assert (again.names("started", "continued"), outcome.failures) == (["grpo-seed1"], {})
 
 
 def test_a_failure_stops_only_what_needs_it(make_plan: MakePlan) -> None:
