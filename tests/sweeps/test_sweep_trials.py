@@ -179,7 +179,7 @@ def test_a_trial_in_another_process_and_other_folders_are_refused(
     assert "the same command" in str(caught.value)
     assert "elete" not in str(caught.value)  # it is at work
     monkeypatch.setattr(directory, "TIMEOUT_SECONDS", 600.0)  # another sweep at work is not waited for
-    with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"in this run \(pid {os.getpid()} on "):
+    with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"using this run \(pid {os.getpid()} on "):
         FakeRunner().run(plan)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("dear")
@@ -253,7 +253,7 @@ def test_a_failure_stops_only_what_needs_it(make_plan: MakePlan) -> None:
 
 
 def test_without_a_start_there_is_nothing(make_plan: MakePlan) -> None:
-    with refuses(RunFailure, "failed: its process"):
+    with refuses(RunFailure, "failed: the process"):
         run_chain(make_plan, doing={"start": "fail"})
     with refuses(RunFailure, "nothing to report"):
         collect_sweep(make_plan(text=NEEDS), SweepOutcome(), "again")
