@@ -235,7 +235,7 @@ def test_mistakes_end_in_one_message(
     assert "no/such/model" in output("no/such/model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port}: cannot be served" in output("tiny", "--port", port)
+        assert f"port {port}: cannot listen" in output("tiny", "--port", port)
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.chdir(tmp_path)

@@ -144,7 +144,7 @@ def test_mistakes_end_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixtu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["studio", "--port", port, "--runs-dir", str(tmp_path)]) == 2
-    assert f"port {port}: cannot be served" in capsys.readouterr().err
+    assert f"port {port}: cannot listen" in capsys.readouterr().err
 
 
 def test_page_is_served_without_api_and_shows_every_control(served: Served) -> None:
