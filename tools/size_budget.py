@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_325,
     "api": 20_634,
     "balances": 21_974,
-    "commands": 67_493,
+    "commands": 67_492,
     "conformance": 15_274,
     "data": 66_845,
     "evaluation": 31_152,
