@@ -195,7 +195,7 @@ def calling(arguments: str) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
         ({"tools": [tool(name="a")] * 2}, "tools", "tools"),
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "'none'"),
-        ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+        ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "remove it"),
         ({"messages": [*QUESTION, TOOL_RESULT]}, "messages", "message 2"),
         ({"messages": [*QUESTION, REPLY]}, "messages", "message 2"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT | {"tool_call_id": "b"}]}, "messages", "'b'"),
