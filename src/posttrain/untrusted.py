@@ -4,19 +4,23 @@ Text: control characters and those that turn the reading direction or have no wi
 also on the standard streams (``guard_output``). In Markdown it is never markup, HTML or a link.
 
 Code: opening a run imports nothing. A ``module:function`` is imported only if the command line allowed it
-(``--objective mine:surprised``, ``--allow-code mine:surprised``), or a recipe file that the user trains. The Python of
-a model runs only with ``--trust-remote-code``.
+(``--objective mine:surprised``, ``--allow-code mine:surprised``), or a recipe file that the user trains. So is a
+command that a recipe starts (``--allow-code 'command=python server.py'``). The Python of a model runs only with
+``--trust-remote-code``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -202,6 +206,7 @@ def kind_of_file(path: str | Path) -> FileKind:
 
 
 ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
+COMMAND = "command="  # begins the name of a command in ``--allow-code``, before its words as a shell reads them
 REMOTE_CODE = "trust_remote_code"
 STORED_RECIPE = "recipe.yaml"
 _PLAN = "sweep.yaml"
@@ -215,9 +220,17 @@ _REMOTE_CODE = [False]
 
 
 def declare_code(content: object, *folders: str | Path) -> None:
-    """Allow every ``module:function`` in ``content`` (text, or plain data of a document), from these folders on."""
+    """Allow what ``content`` (text, or plain data of a document) names.
+
+    That is every ``module:function``, from these folders on, and every list of words under a key ``command``.
+    """
     places = [os.path.abspath(folder) for folder in folders]
+    for words in _commands(content):
+        _FOLDERS[command_name(words)] = ()
     for text in _texts(content):
+        if text.startswith(COMMAND):
+            _FOLDERS[text] = ()
+            continue
         for name in _NAME.findall(text):
             _FOLDERS[name] = tuple(dict.fromkeys((*_FOLDERS.get(name, ()), *places)))
 
@@ -225,12 +238,17 @@ def declare_code(content: object, *folders: str | Path) -> None:
 def declare_from_command_line(
     arguments: Iterable[str], allowed: Iterable[str] = (), *, trust_remote_code: bool = False
 ) -> None:
-    """Allow what was typed; ``allowed`` are ``module:function`` or ``module:function@FOLDER`` (``--allow-code``).
+    """Allow what was typed.
+
+    ``allowed`` (``--allow-code``): ``module:function``, ``module:function@FOLDER`` or ``command=WORDS``.
 
     Raises:
         UnallowedCode: one of ``allowed`` is no such name, or its folder is not there.
     """
     for text in allowed:
+        if text.startswith(COMMAND):
+            _allow_command(text)
+            continue
         name, at, folder = text.partition("@")
         if not _NAME.fullmatch(name):
             raise UnallowedCode(f"{ALLOW_CODE} {text!r}: give the name that the message shows, as module:function")
@@ -239,8 +257,55 @@ def declare_from_command_line(
         if not at:
             folder = os.getcwd()
         declare_code(name, folder)
-    declare_code([text for text in arguments if "@" not in text], os.getcwd())
+    words = list(arguments)
+    declare_code([text for text in words if "@" not in text], os.getcwd())
+    declare_commands(pairwise([*words, ""]))
     _REMOTE_CODE[0] = trust_remote_code
+
+
+def declare_commands(typed: Iterable[tuple[str, str]]) -> None:
+    """Allow the commands of ``--tools`` and the keys below it: words of a command line, each with the next one."""
+    from posttrain.strict_yaml import read_yaml
+
+    for word, following in typed:
+        key, equals, text = word.partition("=")
+        if not key.startswith("--tools"):
+            continue
+        if not equals:
+            text = following
+        with suppress(RecipeError):  # what is wrong with it is said where it is read
+            content, _ = read_yaml(text, key)
+            declare_code({key.rpartition(".")[2]: content})
+
+
+def command_name(words: Sequence[str]) -> str:
+    """Return the name by which ``--allow-code`` allows a command."""
+    return COMMAND + shlex.join(words)
+
+
+def _allow_command(text: str) -> None:
+    try:
+        words = shlex.split(text.removeprefix(COMMAND))
+    except ValueError as error:
+        raise UnallowedCode(
+            f"{ALLOW_CODE} {text!r}: no shell reads this ({error}); quote it as in the message"
+        ) from None
+    _FOLDERS[command_name(words)] = ()
+
+
+def prepare_command(words: Sequence[str], place: str) -> None:
+    """Note that a command is started. ``place`` begins the message.
+
+    Raises:
+        UnallowedCode: nobody declared it.
+    """
+    name = command_name(words)
+    if name not in _FOLDERS:
+        raise UnallowedCode(
+            f"{place}: {shlex.join(words)!r} is a command that a stored recipe starts, and opening a run starts none. "
+            f"If you trust it, name it: {ALLOW_CODE} {shlex.quote(name)}"
+        )
+    _IMPORTED.add(name)
 
 
 def prepare_import(name: str, place: str) -> None:
@@ -282,6 +347,8 @@ def allow_code_options(near: str | None = None) -> list[str]:
     """
     words = []
     for name in sorted(_IMPORTED):
+        if name.startswith(COMMAND):
+            words += [ALLOW_CODE, name]
         for folder in _FOLDERS[name]:
             words.append(ALLOW_CODE)
             if folder == near:
@@ -352,6 +419,18 @@ def _remote_code_keys(document: object, prefix: str = "") -> Iterator[str]:
         if key == REMOTE_CODE and value not in (False, None):
             yield f"{prefix}{key}"
         yield from _remote_code_keys(value, f"{prefix}{key}.")
+
+
+def _commands(content: object) -> Iterator[list[str]]:
+    """Yield every list of words under a key ``command``."""
+    if isinstance(content, Mapping):
+        for key, item in content.items():
+            if key == "command" and isinstance(item, list) and all(isinstance(word, str) for word in item):
+                yield item
+            yield from _commands(item)
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from _commands(item)
 
 
 def _texts(content: object) -> Iterator[str]:

@@ -129,7 +129,7 @@ def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest
     assert len(library.rollouts("rl", "evaluation", 2, "")) == 4
     assert 1 <= len(library.rollouts("rl", TRAINING, 1, rows[0][1][:30])) <= 6
     assert library.rollouts("rl", TRAINING, 1, EVIL) == []
-    with refuses(UsageError, "offers no run"):
+    with refuses(UsageError, "unknown run"):
         library.rollouts("../rl", TRAINING, 1, "")
     monkeypatch.setattr(untrusted, "MAX_SHOWN", 40)
     assert "characters are left out here" in library.rollouts("rl", TRAINING, 1, "")[0][1]

@@ -25,7 +25,7 @@ from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.untrusted import declare_code, kind_of_file
+from posttrain.untrusted import declare_code, declare_commands, kind_of_file
 
 Place: TypeAlias = str | os.PathLike[str]
 Function: TypeAlias = Callable[..., Any]
@@ -223,6 +223,7 @@ def overrides_of(keys: Mapping[str, object]) -> list[Override]:
             pairs += _flat(_whole_key(name), value)
         refuse_repeats(pairs)
     declare_code([text for _, text in pairs], os.getcwd())
+    declare_commands((f"--{key}={text}", "") for key, text in pairs)
     return pairs
 
 

@@ -260,7 +260,7 @@ def address(default_port: int) -> tuple[Argument, Argument]:
 ALLOW_CODE_OPTIONS = (  # code named by a stored recipe, and Python code shipped with a model
     option(
         ALLOW_CODE, metavar="MODULE:FUNCTION[@FOLDER]", action="append", default=argparse.SUPPRESS,
-        help="allow importing this function, named by a run's recipe",
+        help="allow importing this function, named by a run's recipe; command=WORDS: allow starting this command",
     ),
     option(
         TRUST_REMOTE_CODE, action="store_true", default=argparse.SUPPRESS,

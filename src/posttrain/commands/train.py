@@ -113,7 +113,7 @@ def check_data(trained: Component, evaluation: EvalSection, data: DataSection | 
         _note(line)
 
 
-def check_tools(environment: Component | None, tools: Sequence[str], rewards: Sequence[Component]) -> None:
+def check_tools(environment: Component | None, tools: Sequence[Component], rewards: Sequence[Component]) -> None:
     """Create the recipe's environment and tools once, as training would.
 
     Raises:
@@ -122,7 +122,9 @@ def check_tools(environment: Component | None, tools: Sequence[str], rewards: Se
     if environment is not None or tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
-        refuse_unpaid(build_toolset(environment, tools), [reward.name for reward in rewards])
+        toolset = build_toolset(environment, tools)
+        toolset.close()
+        refuse_unpaid(toolset, [reward.name for reward in rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

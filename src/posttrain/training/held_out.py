@@ -277,7 +277,7 @@ class Evaluator:
         """Add entropy and KL from the initial policy, if requested."""
         if not self.options.num_kl_prompts:
             return evaluation
-        assert self.start is not None, "the reference is built where KL is measured"
+        assert self.start is not None, "measuring KL requires a reference"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(

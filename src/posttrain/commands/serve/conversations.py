@@ -13,14 +13,12 @@ from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
 from posttrain.data.render import Template, encode_prompt
 from posttrain.data.render.assistant import encode_turn, reply_frame
-from posttrain.data.render.chat_template import mark
-from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template_calls import call_form
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.sampling.environments.tools import by_name, properties_of, read_argument
-from posttrain.sampling.episodes import show_tools
+from posttrain.sampling.episodes import find_marker, show_tools
 from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Message, Turn
 
@@ -120,12 +118,9 @@ class Conversations:
         return message
 
     def _showing(self, tools: Schemas) -> Template:
-        if self.form.is_native:  # trusted, because chat templates produce them
-            written = json.dumps(tools, ensure_ascii=False)
-            start, end, _ = next(markers_of(self.tokenizer).find(written), (0, 0, 0))
-            if end or mark(0)[0] in written:
-                marker = written[start:end] or mark(0)[0]
-                raise BadRequest(f"tools: contain {marker!r}, a special token for this model", "tools")
+        marker = find_marker(tools, self.form, self.tokenizer)
+        if marker:
+            raise BadRequest(f"tools: contain {marker!r}, a special token for this model", "tools")
         return show_tools(self.template, tools, self.form)
 
     def _answer_ids(self, turn: Message, given: Mapping[str, Any], prompt: Sequence[int]) -> list[int]:
