@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.arguments import check_flag, check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
@@ -73,6 +74,8 @@ class Run:
     def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
         """Load sampled completions, from a training step (None: all steps) or from a held-out ``evaluation``.
 
+        The evaluation ``panel`` has the answers to ``eval.prompts``.
+
         Raises:
             UsageError: unknown evaluation. The message lists known names.
 
@@ -86,6 +89,8 @@ class Run:
             raise UsageError(f"evaluation: {shorten(evaluation)} is not a name. Give a string")
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
         known = {str(point["task"]) for point in self.evaluations}
+        if evaluation == PANEL and store.evaluations(PANEL, limit=1):
+            known.add(PANEL)
         if evaluation is not None and evaluation not in known:
             there = ", ".join(sorted(known)) or "none"
             hint = suggest(evaluation, known)

@@ -18,6 +18,7 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.panel_prompts import read_panel
 from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
@@ -148,6 +149,9 @@ class Recipe(Content):
             for key in ("advantage", "kl_in_reward", "correction", "masks"):
                 alone = f": {key!r} works only with 'rollout', not in supervised recipes; remove it"
                 yield getattr(self, key) not in (None, []), key, alone
+        one_turn = ": they are answered in one turn; leave them out of a recipe with tools or an environment"
+        is_played = self.environment is not None or bool(self.tools)
+        yield bool(self.eval.prompts) and is_played, "eval.prompts", one_turn
         whole = ": fp64 weights need fp32 precision here; set it to fp32, or use model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
         if self.reference is not None:
@@ -229,6 +233,8 @@ class Recipe(Content):
                 return component
 
         resolved = self.model_copy(deep=True)
+        if not to_read and isinstance(resolved.eval.prompts, str):  # a run keeps them, whatever becomes of the file
+            resolved.eval.prompts = read_panel(resolved.eval.prompts)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):

@@ -301,6 +301,7 @@ def _build_evaluator(
 ) -> Evaluator:
     """Build the held-out evaluator; ``read`` creates sources for supervised tasks."""
     from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
+    from posttrain.training.parts.panel import build_panel
 
     recipe = components.recipe
     held_out: dict[str, HeldOut] = {}
@@ -317,6 +318,7 @@ def _build_evaluator(
         policy=models.policy,
         start=models.start,
         shape=components.shape,
+        panel=build_panel(sampler, recipe.eval.prompts, recipe.train.seed),
     )
 
 

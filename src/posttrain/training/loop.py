@@ -28,6 +28,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import ratio_bounds
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
@@ -403,11 +404,14 @@ class Loop:
         self.parts.source.wait()
         step = self.step
         done = self.parts.evaluator(step)
+        answers = self.parts.evaluator.answer_panel(step)
         evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
         done = [*done, *self.parts.evaluate_average(step)]
         self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
+        if answers:
+            self.rollouts.record(answers, evaluation=PANEL)
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             measured = results_of(evaluation) | evaluation.kind_results
