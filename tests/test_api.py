@@ -115,7 +115,7 @@ def test_run_shows_its_evaluations_checkpoints_and_files(run: Run, tmp_path: Pat
     assert run.checkpoint() == run.checkpoint("last") == run.checkpoint(2) == run.folder / "checkpoints" / "step-000002"
     assert run.report == run.folder / "report.html"
     assert (run.name, os.fspath(run)) == ("mine", str(run.folder))
-    with refuses(UsageError, "'bset'", "'best'", "There: 2"):
+    with refuses(UsageError, "'bset'", "'best'", "Available: 2"):
         run.checkpoint("bset")
     assert same(run.export(tmp_path / "out"), run.checkpoint("best"))
     with refuses(UsageError, "has no adapter"):
@@ -187,7 +187,7 @@ def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, m
     assert stopped.report.is_file()
     log = (stopped.folder / "log.txt").read_text()
     assert "python_session:function_" in log
-    assert "cannot be resumed by another process" in log
+    assert "no other process can resume this run" in log
     with refuses(RunConflict, "1 of 2"):
         pt.train(RECIPE, **options, **SMALL)
     resumed = pt.train(RECIPE, **options, **SMALL, resume=True)
@@ -264,7 +264,7 @@ def test_keywords_mean_keys_of_the_recipe(keys: dict[str, Any], expected: list[t
     [
         ({"learning_rate": 1e-5}, "learning_rate"),
         ({"stesp": 3}, "stesp"),
-        ({"max_tokens": 3}, "max_tokens: several sections"),
+        ({"max_tokens": 3}, "max_tokens: several recipe sections"),
         ({"train__lrr": 3}, "train.lrr"),
         ({"recipe_file": object()}, "recipe_file"),
         ({"task": "sums"}, "task:"),
@@ -294,8 +294,8 @@ def test_data_of_each_kind_is_a_task(tmp_path: Path):
     missing = data_word(pandas.DataFrame([ROWS[0], ROWS[1] | {"level": 2.0}]), tmp_path)["path"]
     assert [json.loads(line).get("level") for line in Path(missing).read_text().splitlines()] == [None, 2.0]
     for bad, message in [
-        ([], "no rows"), (["a"], "row 1 is"), ({"a": 1}, "no 'name'"), (3, "is no data"),
-        ("summs", "'summs'"), ("org/name", "is hf:org/name"),
+        ([], "no rows"), (["a"], "row 1 is"), ({"a": 1}, "'name' is missing"), (3, "is not data"),
+        ("summs", "'summs'"), ("org/name", "write hf:org/name"),
     ]:  # fmt: skip
         with refuses(UsageError, message):
             data_word(bad, tmp_path)
@@ -345,7 +345,7 @@ def test_recipe_as_a_mapping_extends_a_shipped_one_and_holds_functions():
         (lambda runs: pt.train(RECIPE, runs_dir=runs, data=lambda: iter(ROWS), steps=1), "task"),
         (lambda runs: pt.generate("tiny", "a", samples=0), "samples"),
         (lambda runs: pt.generate("tiny", "a", n=2), "(answers to each)"),
-        (lambda runs: pt.generate("tiny", "a", repetition_penalty=1.1), "repetition_penalty"),
+        (lambda runs: pt.generate("tiny", "a", length_penalty=1.1), "length_penalty"),
         (lambda runs: pt.generate("tiny", "a", temprature=1.0), "temprature"),
         (lambda runs: pt.generate("tiny", "a", max_new_tokens=4), "max_new_tokens"),
         (lambda runs: pt.generate("tiny", None), "prompts"),

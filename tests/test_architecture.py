@@ -81,6 +81,7 @@ ALLOWED_IMPORTERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("training/distributed.py",),
     "httpx2": ("sampling/http.py",),
     "ray": ("runs/ray.py",),
+    "mcp": ("sampling/environments/mcp_tools.py",),
     "accelerate": ("training/distributed.py",),
     "wandb": ("store/trackers.py",),
     "trackio": ("store/tracking/with_trackio.py",),

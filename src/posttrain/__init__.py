@@ -1,8 +1,7 @@
-"""posttrain: the laboratory for language-model post-training.
+"""posttrain: a laboratory for language-model post-training.
 
-The functions of ``posttrain.api`` are names of this package, and are imported when they are first used. The verified
-parts (``losses``, ``advantages``, ``aggregations``, ``grade``, ``statistics``) take no run, and torch alone or not even
-that.
+Functions from ``posttrain.api`` are exported here, imported lazily on first use. Verified parts (``losses``,
+``advantages``, ``aggregations``, ``grade``, ``statistics``) need no run, and at most torch.
 """
 
 from importlib import import_module

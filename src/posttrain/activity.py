@@ -1,6 +1,6 @@
-"""The work of this process at this moment, and a line about it when nothing else was printed for a while.
+"""Track current work, and print a line about it after long silence.
 
-Whatever may take long says so with ``phase``; it costs a list entry. ``heartbeat`` starts the thread that reads them.
+Wrap slow work in ``phase``, which costs only a list entry. ``heartbeat`` starts the thread that reports phases.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ QUIET_SECONDS = 20.0  # without output; a line is due within 30, also where the 
 
 @dataclass(eq=False)
 class Phase:
-    """Work that is under way.
+    """Work in progress.
 
-    ``total``: of ``unit``, if it is known; ``num_done``: of them. ``describe``: the progress as text, in their place.
+    ``total``: expected count in ``unit``, if known; ``num_done``: finished count. ``describe``: custom progress text,
+    replacing these counts.
     """
 
     name: str
@@ -50,7 +51,7 @@ _IS_BEATING = threading.Lock()
 def phase(
     name: str, total: int | None = None, unit: str = "", describe: Callable[[], str] | None = None
 ) -> Iterator[Phase]:
-    """Say what the block does. ``name`` is what stands in front of the progress: ``sampling``, ``loading tiny``."""
+    """Announce what a block does. ``name`` introduces the progress: ``sampling``, ``loading tiny``."""
     begun = Phase(name, total, unit, describe)
     _PHASES.append(begun)
     try:
@@ -60,7 +61,7 @@ def phase(
 
 
 def each_piece(name: str, pieces: Sequence[PieceT], unit: str) -> Iterator[PieceT]:
-    """Yield the pieces of some work (rows of a batch), and say meanwhile how many of their members are done."""
+    """Yield pieces (such as row batches), reporting how many members are done."""
     with phase(name, sum(map(len, pieces)), unit) as work:
         for piece in pieces:
             yield piece
@@ -68,8 +69,10 @@ def each_piece(name: str, pieces: Sequence[PieceT], unit: str) -> Iterator[Piece
 
 
 def describe_activity(default: Phase) -> str:
-    """Return the phases under way in a line, the outer ones first, with the seconds of the last: ``step 3 of 60,
-    sampling: 128 of 512 answers, 61 s``. ``default``: what is said if there are none."""
+    """Summarize active phases in one line, outermost first, timing the innermost.
+
+    Example: ``step 3 of 60, sampling: 128 of 512 answers, 61 s``. Falls back to ``default`` if idle.
+    """
     phases = list(_PHASES) or [default]
     last = phases[-1]
     outer = [f"{phase.name} {phase.progress()}".rstrip() for phase in phases[:-1]]
@@ -83,9 +86,9 @@ def describe_activity(default: Phase) -> str:
 
 @contextmanager
 def heartbeat(what: str, stream: IO[str] | None, *, is_on: bool = True) -> Iterator[None]:
-    """During the block, print a line to ``stream`` whenever nothing was printed for ``QUIET_SECONDS``.
+    """Print a status line to ``stream`` after every ``QUIET_SECONDS`` without output.
 
-    Within another heartbeat this one does nothing. ``what`` is at work if no phase is.
+    Nested heartbeats do nothing. ``what`` is reported if no phase is active.
     """
     if not is_on or stream is None or not _IS_BEATING.acquire(blocking=False):
         yield
@@ -114,5 +117,5 @@ def _beat(default: Phase, stream: IO[str], ended: threading.Event) -> None:
 
 
 def is_redirected() -> bool:
-    """Return whether standard output is no terminal, where views of the progress draw themselves."""
+    """Check if standard output is redirected; on terminals, progress views draw themselves."""
     return sys.stdout is None or not sys.stdout.isatty()

@@ -1,11 +1,11 @@
-"""The command line: ``posttrain demo | train | sweep | evaluate | generate | data | recipes | explain | runs``.
+"""Command line: ``posttrain demo | train | sweep | evaluate | generate | data | recipes | explain | runs``.
 
-Only the standard library is imported here, so that ``posttrain --help`` answers at once. The body of each command lives
-in ``commands`` and is imported when it runs, and so are options that stand in a module of their own.
+Imports only the standard library, keeping ``posttrain --help`` instant. Command bodies live in ``commands``, imported
+on use; the same goes for options defined in separate modules.
 
-An option that a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the recipe. A user's
-mistake ends in one message on stderr and exit code 2, a failure of the work in exit code 1, Ctrl-C in 130; a traceback
-is shown only with ``--traceback`` or when the environment variable ``POSTTRAIN_TRACEBACK`` is set.
+Options unknown to a command are recipe keys (``--train.lr 1e-5``), validated later. User mistakes print a single
+message on stderr and exit 2, failed work exits 1, Ctrl-C exits 130. Tracebacks appear only given ``--traceback`` or
+the environment variable ``POSTTRAIN_TRACEBACK``.
 """
 
 from __future__ import annotations
@@ -60,37 +60,37 @@ from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError
 from posttrain.other_names import answer_other_name
 from posttrain.untrusted import declare_from_command_line, guard_output
 
-# Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
+# File system errors caused by impossible paths: too long, symlink loops, files used as folders.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 DESCRIPTION = "The laboratory for language-model post-training: pure components, one loop."
 EPILOG = """\
 start here:
   posttrain demo                              watch a small model learn to reason, in minutes
-  posttrain recipes                           what can be trained
-  posttrain explain grpo                      a component: its equation, its options
-  posttrain train tiny/grpo --train.lr 6e-5   train; any key of the recipe is an option
-  posttrain runs                              what has been trained
+  posttrain recipes                           list trainable recipes
+  posttrain explain grpo                      show a component's equation and options
+  posttrain train tiny/grpo --train.lr 6e-5   train; recipe keys are options
+  posttrain runs                              list trained runs
 """
 TRAIN_EPILOG = """\
-any key of the recipe is an option:
+recipe keys are options:
   posttrain train tiny/grpo --train.lr 6e-5 --rollout.group_size 16 --objective.clip_high 0.28
   posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
   posttrain train my-recipe.yaml --dry-run
 """
 RECIPES_EPILOG = """\
-a schema by which editors complete and check recipes:
+JSON schema for recipe completion and checking in editors:
   posttrain recipes schema > recipe.schema.json
-  # yaml-language-server: $schema=recipe.schema.json     (the first line of a recipe)
+  # yaml-language-server: $schema=recipe.schema.json     (first line in a recipe)
 """
 DATA_EPILOG = """\
-options of the task follow its name:
+task options follow the task name:
   posttrain data show stories --limit 2000 --model tiny --plot
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
 
 RUNS_EPILOG = """\
-a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells/ppo-seed0:
+runs are named by folder under --runs-dir; sweep runs like sweep-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort metric
   posttrain runs compare tiny-grpo tiny-grpo-2
   posttrain runs prune --all --keep best,last --dry-run
@@ -99,22 +99,21 @@ a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells
   posttrain runs export tiny-grpo --to exported/tiny-grpo
 """
 
-# How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
-# 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
+# Spin count for waiting torch threads, read when torch is imported. Under the default 300,000, if another process is
+# computing, two threads run 3 to 4 times slower than one; using this value, 1.4 times.
 SPINS = "3000"
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # bytes that are no UTF-8 are lone surrogates in Python
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # Python maps non-UTF-8 bytes to lone surrogates
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or an action of one.
+    """A command or subcommand.
 
-    ``body``: its module in ``commands`` and the function that takes the namespace; None: its actions have them.
-    ``options``: the place of its options, if they are not in ``_OPTIONS``; by default ``OPTIONS`` of the body's module.
-    ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
-    name models or runs: a name that is nowhere is refused before a library is imported. ``tables``: it takes
-    ``--format``. ``runs``: it opens runs. ``beats``: where a long silence is broken: where its progress is shown, and
-    not where its result is; "" for what waits for a person.
+    ``body``: implementing module in ``commands`` plus function taking the namespace; None: subcommands implement it.
+    ``options``: where options are defined, unless in ``_OPTIONS``; defaults to ``OPTIONS`` from the body's module.
+    ``keys``: recipe sections accepted as options (ANY: all; None: none). ``models``: options naming models or runs, so
+    nonexistent names are refused before importing libraries. ``tables``: accepts ``--format``. ``runs``: opens runs.
+    ``beats``: stream for heartbeats, chosen where progress appears, not results; "" if the command waits for a person.
     """
 
     help: str
@@ -128,15 +127,15 @@ class Command:
 
 
 def imported(place: str) -> Any:
-    """Return what ``module:name`` names in ``posttrain.commands``."""
+    """Import ``module:name`` from ``posttrain.commands``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"posttrain.commands.{module}"), name)
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name.
+    """Build the main parser, plus parsers by command name (including subcommands such as ``sae train``).
 
-    ``wanted``: the one command that gets its options (``""``: none does); by default every command.
+    ``wanted``: only this command gets options (``""``: none). By default all do.
     """
     common = Parser(add_help=False)
     common.add_argument(
@@ -157,7 +156,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
             parents.append(form)
         if command.runs:
             default = "runs"
-            if group and COMMANDS[group].runs:  # an action says where runs are if its command does not
+            if group and COMMANDS[group].runs:  # subcommands accept a runs directory if their parent lacks one
                 default = argparse.SUPPRESS
             of_runs = Parser(add_help=False)
             CommandOptions(runs_dir(default), *ALLOW_CODE_OPTIONS).add_to(of_runs)
@@ -178,7 +177,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
 
 
 def _options_of(name: str, command: Command) -> CommandOptions | None:
-    """Return the options of a command; None of one whose actions have them."""
+    """Find a command's options; None if its subcommands define them."""
     if name in _OPTIONS:
         return _OPTIONS[name]
     if command.options is not None:
@@ -191,50 +190,50 @@ def _options_of(name: str, command: Command) -> CommandOptions | None:
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")
 _TRUNCATED = (
-    option("--top-p", type=proportion, default=1.0, help="only the likeliest tokens of this mass (default: 1)"),
-    option("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)"),
+    option("--top-p", type=proportion, default=1.0, help="nucleus sampling mass (default: 1)"),
+    option("--top-k", type=positive, help="sample only from the N likeliest tokens (default: all)"),
 )
 _LISTED = option("action", nargs="?", choices=("list", "show"), default="list")
 _OPTIONS = {
     "demo": CommandOptions(
         option(
             "--story", choices=("reasoning", "tools", "smollm2"), default="reasoning",
-            help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
+            help="story: learning to write out steps, or to use a calculator (default: reasoning)",
         ),
         seed_of("seed of both training runs"),
         option("--quiet", action="store_true", help="no live progress"),
     ),
     "train": CommandOptions(
-        option("recipe", metavar="RECIPE", help="a name that `posttrain recipes` lists, or a YAML file"),
+        option("recipe", metavar="RECIPE", help="recipe name (see `posttrain recipes`) or YAML file"),
         option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
         option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
         option("--accept-changes", action="store_true", help=ACCEPT_HELP),
         option("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing"),
-        option("--memory", action="store_true", help="with --dry-run: say the memory that it takes, by part"),
-        option("--gpu-memory", type=positive, metavar="GIB", help="with --memory: plan for a GPU of so many GiB"),
+        option("--memory", action="store_true", help="with --dry-run: estimate memory by part"),
+        option("--gpu-memory", type=positive, metavar="GIB", help="with --memory: GPU size in GiB to plan for"),
         _QUIET,
         usage="posttrain train RECIPE [options] [--section.key value ...]",
         epilog=TRAIN_EPILOG,
     ),
     "generate": CommandOptions(
         MODEL,
-        option("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)"),
-        option("--task", help="whose example is asked (default: the run's, and stories for tiny)"),
+        option("prompt", metavar="PROMPT", nargs="?", help="question (default: a task example)"),
+        option("--task", help="task providing examples (default: the run's task, stories for tiny)"),
         TEMPLATE,
-        option("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)"),
-        option("--limit", type=positive, metavar="N", help="rows of the task that are answered (default: 1)"),
+        option("--samples", type=positive, default=1, metavar="N", help="answers per prompt (default: 1)"),
+        option("--limit", type=positive, metavar="N", help="task rows to answer (default: 1)"),
         MAX_TOKENS,
         option("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)"),
         *_TRUNCATED,
         *RULES,
-        seed_of("seed of the sampling, and which example"),
+        seed_of("seed for sampling and choosing examples"),
         usage="posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]",
         groups=STEERING,
     ),
     "chat": CommandOptions(
         ("models", MODEL[1] | {"nargs": "+"}),
         TEMPLATE,
-        option("--system", metavar="TEXT", help="a system message above the conversation"),
+        option("--system", metavar="TEXT", help="system message"),
         option("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)"),
         *_TRUNCATED,
         MAX_TOKENS,
@@ -242,15 +241,15 @@ _OPTIONS = {
         usage="posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]",
     ),
     "studio": CommandOptions(
-        option("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)"),
+        option("models", metavar="MODEL_OR_RUN", nargs="*", help="models to talk to (default: the first run)"),
         *address(7860),
         option(
             "--token", nargs="?", const="",
-            help="admit only who logs in with it; needed with --host (without a value: made up)",
+            help="require this login token; mandatory with --host (no value: generated)",
         ),
         option(
             "--sae", metavar="FOLDER", action="append", default=[],
-            help="a dictionary to steer by, besides those of runs",
+            help="additional steering dictionary, besides dictionaries in runs",
         ),
         option("--browser", action="store_true", help="open it in the browser"),
     ),
@@ -260,16 +259,16 @@ _OPTIONS = {
         epilog=RECIPES_EPILOG,
     ),
     "explain": CommandOptions(
-        option("name", nargs="*", help="such as grpo, correct, KL penalty, train; without it: all names")
+        option("name", nargs="*", help="for example grpo, correct, KL penalty, train (default: list all names)")
     ),
     "data": CommandOptions(
         _LISTED,
-        option("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists"),
-        option("--limit", type=positive, metavar="N", help="rows to read at most (default: all)"),
-        option("--model", help="count tokens of this model's tokenizer (default: characters)"),
-        option("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this"),
+        option("name", metavar="TASK", nargs="?", help="task name (see `posttrain data`)"),
+        option("--limit", type=positive, metavar="N", help="maximum rows to read (default: all)"),
+        option("--model", help="measure length by this model's tokenizer (default: characters)"),
+        option("--max-tokens", type=positive, metavar="N", help="report how many examples exceed this length"),
         option("--examples", type=natural, default=3, help="examples to show in full (default: 3)"),
-        seed_of("which examples are shown"),
+        seed_of("seed choosing examples"),
         option("--plot", type=new_place, metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG"),
         usage="posttrain data {list,show} [TASK] [options] [--task.key value ...]",
         epilog=DATA_EPILOG,
@@ -282,43 +281,43 @@ _RUN_BODIES = {"export": "sharing.export:run_export"}
 _RUN_BEATS = {"resume": "stdout", "manage": ""}
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", beats="stdout"),
-    "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
+    "new": Command("create a project: data rows, a reward, working recipes", "new:run_new", runs=False),
     "train": Command("train by a recipe", "train:run_train", keys=ANY, beats="stdout"),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True, beats="stdout"),
-    "what-if": Command("exact futures of a run with one thing changed, next to the unchanged one",
+    "what-if": Command("replay a run exactly with one change, beside the unchanged original",
                        "what_if:run_what_if", tables=True),
-    "doctor": Command("what is wrong with a run, from its records: faults, levels, and what only looks wrong",
+    "doctor": Command("diagnose a run from its records: faults, severity, false alarms",
                       "doctor:run_doctor", tables=True),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_INPUT, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True, beats="stdout"),
-    "generate": Command("sample answers from a model or a run", "generate:run_generate", keys=_INPUT,
+    "generate": Command("sample answers from a model or run", "generate:run_generate", keys=_INPUT,
                         models=("model",)),
-    "chat": Command("talk to a model, or to several at once", "chat.conversation:run_chat", keys=("template",),
+    "chat": Command("talk to one or several models", "chat.conversation:run_chat", keys=("template",),
                     models=("models",), beats=""),
-    "serve": Command("let other programs ask a model over HTTP, as they ask OpenAI", "serve.command:run_serve",
+    "serve": Command("serve a model over HTTP with an OpenAI-compatible API", "serve.command:run_serve",
                      keys=("template",), models=("model",), beats=""),
     "serve-command": Command("print the line that starts a vLLM server", "serve.command:run_serve_command",
                              options="serve.command:LINE_OPTIONS"),
     "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "models.quantize:run_quantize",
                         keys=_INPUT, models=("model",), tables=True),
-    "models": Command("list the models that can be had by name, or fetch one", "models.listing:run_models",
+    "models": Command("list downloadable models, or fetch one", "models.listing:run_models",
                       tables=True, runs=False),
-    "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
+    "studio": Command("local web page: talk to models, inspect runs and rollouts", "chat.studio:run_studio",
                       models=("models",), beats=""),
     "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes",
                        tables=True, runs=False),
     "env": Command("versions, hardware and settings of this machine for a bug report, without secrets",
                    "sharing.environment:run_env", tables=True, runs=False),
-    "completion": Command("completion of commands, options, keys and names in bash, zsh and fish",
+    "completion": Command("shell completion for bash, zsh and fish: commands, options, keys, names",
                           "sharing.completion:run_completion", runs=False),
     "explain": Command("explain a component or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", tables=True, runs=False),
-    "exercise": Command("write a function of post-training, and compare it with the library's own",
+    "exercise": Command("implement a post-training function, then compare it with the reference",
                         "exercises.command:run_exercise", tables=True, runs=False),
     "conformance": Command("check the losses, advantages, scores and rows of anybody's trainer",
                            "conformance:run_conformance", runs=False),
-    "data": Command("list the data sets, or show what is in one", "data:run_data", keys=("task",),
+    "data": Command("list data sets, or inspect one", "data:run_data", keys=("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs"),
     **{f"runs {name}": Command(text, _RUN_BODIES.get(name, f"runs:run_{name}"),
@@ -326,32 +325,32 @@ COMMANDS = {
                                beats=_RUN_BEATS.get(name, "stderr"))
        for name, text in (
            ("list", "every run: its state, primary metric and size"),
-           ("show", "one run or sweep in full"),
+           ("show", "show a run or sweep in full"),
            ("compare", "results of several runs, and the keys in which their recipes differ"),
-           ("prune", "delete checkpoints that are neither the best nor the last"),
-           ("delete", "delete runs or sweeps, or a checkpoint of a run"),
-           ("export", "copy a run's model, recipe and results to a clean folder"),
-           ("resume", "go on with a run by its own recipe, from its newest checkpoint"),
-           ("manage", "all of this, line by line in a terminal"),
+           ("prune", "delete checkpoints except best and last"),
+           ("delete", "delete runs, sweeps, or single checkpoints"),
+           ("export", "copy a run's model, recipe and results to an empty folder"),
+           ("resume", "resume a run from its newest checkpoint"),
+           ("manage", "manage runs interactively in a terminal"),
        )},
-    "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
+    "activations": Command("record model layer activations", "interpret.activations:run_activations",
                            keys=_INPUT, models=("model", "paired")),
     "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
     "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
                          options="interpret.sae:TRAIN_OPTIONS", keys=ANY, beats="stdout"),
-    "sae features": Command("what the features of a sparse autoencoder stand for, as one page",
+    "sae features": Command("explain sparse autoencoder features on a single page",
                             "interpret.sae:run_sae_features", options="interpret.sae:FEATURES_OPTIONS", keys=()),
-    "sae diff": Command("what training changed: two models seen through the same features",
+    "sae diff": Command("show what training changed, comparing two models through shared features",
                         "interpret.sae:run_sae_diff", options="interpret.sae:DIFF_OPTIONS", keys=ANY, beats="stdout"),
 }  # fmt: skip
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the namespace of a command line; ``overrides`` holds the keys of the recipe.
+    """Parse a command line; ``overrides`` collects recipe keys.
 
     Raises:
         UsageError: an unknown command (with a suggestion) or a key without a value.
-        SystemExit: after ``--help`` or ``--version``, and for what argparse refuses (code 2).
+        SystemExit: after ``--help`` or ``--version``, and if argparse refuses (code 2).
     """
     for argument in arguments:
         if _NO_TEXT.search(argument):
@@ -400,7 +399,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _in_our_spelling(command: str, words: Sequence[str], choices: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Return what follows a command, with options as the command spells them and with the action that is meant."""
+    """Normalize a command's words: option spellings, implied subcommands."""
     options: set[str] = set()
     for name, parser in choices.items():
         if name.partition(" ")[0] == command:
@@ -414,7 +413,7 @@ def _in_our_spelling(command: str, words: Sequence[str], choices: Mapping[str, a
 
 
 def _refuse_gone(command: str, words: Sequence[str]) -> None:
-    """Refuse a command, an action or an option that was removed, with what to use instead."""
+    """Refuse removed commands, subcommands and options, naming their replacement."""
     called = [f"posttrain {command}"]
     if words:
         called.append(f"posttrain {command} {words[0]}")
@@ -427,21 +426,23 @@ def _refuse_gone(command: str, words: Sequence[str]) -> None:
 
 
 def _refuse_unknown(word: str, name: str, keys: Sequence[str]) -> NoReturn:
-    """Refuse what argparse has left over of a command line."""
+    """Refuse words argparse did not recognize."""
     key, equals, value = word.lstrip("+").partition("=")
     hint = ""
     if name == "generate":
-        hint = " Put a text of several words into quotes."
+        hint = " Put texts containing spaces into quotes."
     if equals and keys:  # as verl and Hydra write it
         hint = f" Did you mean --{key} {value}?"
         if keys == ANY:
             hint = answer_other_name(key) or hint
     called = f"posttrain {name}".rstrip()
-    raise UsageError(f"{shown(word)} is no option of `{called}`, or an argument too many.{hint} See `{called} --help`")
+    raise UsageError(
+        f"{shown(word)} is not an option for `{called}`, or an extra argument.{hint} See `{called} --help`"
+    )
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Parse a command line and run its command; return the exit code."""
+    """Parse a command line, run the command, return its exit code."""
     namespace = parse(arguments)
     if namespace.command is None:
         return 0
@@ -465,9 +466,9 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _refuse_absent_models(command: Command, namespace: argparse.Namespace) -> None:
-    """Refuse a model or run that is nowhere, before a library is imported."""
+    """Refuse nonexistent models or runs before importing libraries."""
     if getattr(namespace, "export_pt", None) or getattr(namespace, "import_pt", None):
-        return  # with these, the first argument is a folder of activations
+        return  # here the first argument is an activations folder
     for argument in command.models:
         named = getattr(namespace, argument)
         if named is None:
@@ -480,7 +481,7 @@ def _refuse_absent_models(command: Command, namespace: argparse.Namespace) -> No
 
 
 def _heartbeat_of(command: Command, namespace: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return the block in which a line says what a command does, after a long silence in a file or pipe."""
+    """Build a heartbeat context reporting on long silent work when output is redirected."""
     is_printed = getattr(namespace, "dry_run", False)
     stream = sys.stdout
     if command.beats == "stderr" or is_printed:
@@ -491,20 +492,20 @@ def _heartbeat_of(command: Command, namespace: argparse.Namespace) -> AbstractCo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code."""
+    """Run a single command; return its exit code."""
     guard_output()
     os.environ.setdefault("PYTHON_COLORS", "0")  # of argparse and tracebacks, which would pass for foreign text
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    if not sys.warnoptions:  # plans of other packages for their next release
+    if not sys.warnoptions:  # deprecation notices from other packages
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a sweep
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
-        if arguments[:1] == ["__follow"]:  # one of several processes that train a run
+        if arguments[:1] == ["__follow"]:  # worker process in a multi-process run
             return int(importlib.import_module("posttrain.runs.processes").follow())
         if arguments[:1] == ["__futures"]:  # one of several processes that play futures
             return int(imported("what_if:play_rest")(arguments[1:]))
@@ -520,7 +521,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_SUCH_PLACE or show_traceback:
             raise
-        print(f"posttrain: {shown(str(error.filename))}: {error.strerror}; give another place or name", file=sys.stderr)
+        print(
+            f"posttrain: {shown(str(error.filename))}: {error.strerror}; choose another path or name", file=sys.stderr
+        )
         return UsageError.exit_code
     except KeyboardInterrupt:
         is_resumable = arguments[:1] == ["train"] or arguments[:2] == ["sae", "train"]

@@ -1,7 +1,7 @@
-"""The module of each component of the package, found in the source without importing it.
+"""Locate the package's components by scanning source text, without importing.
 
-A function with ``@register("reward")`` above it, at the left margin, is a reward, wherever in the package it is. All
-source files are read once in a process, when the first component is looked for (10 ms).
+An unindented function decorated by ``@register("reward")`` is a reward, in any module. The first lookup scans every
+source file, once per process (10 ms).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-# The decorator up to the next decorator, and the definition that it decorates.
+# Matches a decorator until the next decorator, plus the decorated definition.
 _REGISTERED = re.compile(r'^@register\(\s*"(\w+)"(.*?)(?:^@.*?)?^(?:def|class) (\w+)', re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r'\bname="([^"]+)"')
 
 
 def registered_in(source: str) -> list[tuple[str, str]]:
-    """Return the kind and the name of each component that a source file registers, in the order of the file."""
+    """Find kind and name for each registered component, in source order."""
     found = []
     for kind, arguments, name in _REGISTERED.findall(source):
         named = _NAMED.search(arguments)
@@ -29,7 +29,7 @@ def registered_in(source: str) -> list[tuple[str, str]]:
 
 
 class ComponentModules(Mapping[str, Mapping[str, str]]):
-    """The module of each component by its name, by kind; in the order of files and of what is in them."""
+    """Map kind, then name, to the defining module, in source order."""
 
     @cached_property
     def _found(self) -> dict[str, dict[str, str]]:

@@ -1,27 +1,27 @@
-"""Every error that posttrain raises for a user, as one tree.
+"""User-facing posttrain errors, as a tree.
 
 ::
 
     PosttrainError                    exit code 1; base of everything below
-    ├── UsageError                    exit code 2; the request cannot be carried out
-    │   ├── RecipeError               a recipe: unknown key, wrong type, components that do not fit
-    │   ├── UnknownComponent          a name that no registry knows (with a suggestion)
-    │   ├── UnallowedCode             code that a stored recipe names, and nobody allowed
-    │   ├── DataError                 an input file: file, line, what is wrong
-    │   │   └── DataNotThere          it is not there, or the hub cannot be reached
-    │   ├── MissingExtra              an optional dependency, with the command that installs it
-    │   └── RunConflict               a run directory that belongs to another recipe or process
+    ├── UsageError                    exit code 2; impossible request
+    │   ├── RecipeError               invalid recipe: unknown key, wrong type, incompatible components
+    │   ├── UnknownComponent          unregistered name (suggests alternatives)
+    │   ├── UnallowedCode             unallowed code named by a stored recipe
+    │   ├── DataError                 bad input file: path, line, problem
+    │   │   └── DataNotThere          missing file, or hub unreachable
+    │   ├── MissingExtra              missing optional dependency, plus install command
+    │   └── RunConflict               run directory used by another recipe or process
     └── RunFailure                    exit code 1; the work itself failed
-        ├── RewardFailure             a reward raised, or returned no finite number
-        ├── NonFiniteLoss             loss or gradient is NaN or infinite; the batch was saved
-        ├── CheckpointError           no checkpoint verifies
-        ├── StorageError              the disk is full or not writable
-        ├── PeerFailure               another process of the run failed: its message, its exit code
-        ├── EngineMismatch            sampler and trainer disagree about the same tokens
-        └── Unbalanced                an update is not what its records give
+        ├── RewardFailure             reward raised, or returned a non-finite value
+        ├── NonFiniteLoss             NaN or infinite loss or gradient; batch saved
+        ├── CheckpointError           no valid checkpoint
+        ├── StorageError              disk full or read-only
+        ├── PeerFailure               another process in this run failed: message, exit code
+        ├── EngineMismatch            sampler and trainer disagree on identical tokens
+        └── Unbalanced                logged update contradicts its records
 
-A message names the place (file, line, key), what is wrong, and what would work. ``assert`` is
-kept for our own bugs; bad input never ends in a traceback.
+Messages state place (file, line, key), problem and remedy. ``assert`` is reserved for internal bugs; bad
+input never causes a traceback.
 """
 
 from __future__ import annotations
@@ -37,126 +37,127 @@ from pathlib import Path
 from typing import Any
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-MOST_LETTERS = 100  # of a name that is compared with others
-LETTERS_OF_SHORT, LETTERS_OF_LONG = 5, 9  # of a word: an acronym, and one in which two slips happen
-LEAST_LETTERS_OF_PART, LEAST_LETTERS_OF_WORD = 4, 3  # of a beginning, and of a whole word, that stands for a name
+MOST_LETTERS = 100  # limit on names being compared
+LETTERS_OF_SHORT, LETTERS_OF_LONG = 5, 9  # word lengths: acronyms, and words long enough for two slips
+LEAST_LETTERS_OF_PART, LEAST_LETTERS_OF_WORD = 4, 3  # lengths from which prefixes and whole words match
 MOST_SLIPS = 2
 WORDS_WITHOUT_MEANING = frozenset({"num", "number", "n", "of", "the", "new", "total", "use", "enable"})
 _DIGITS = "0123456789"
-# Ends of most names of methods, of which one letter makes another: policy and preference optimization, LoRA, SFT.
+# Common method suffixes, where a single changed letter gives another method: policy or preference optimization, LoRA,
+# SFT.
 _METHOD = ("po", "ora", "sft", "opd")
 _KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "1234567890")
-# Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
+# Removed names, mapped to replacements. Commands and options start with ``posttrain``.
 GONE = {
-    "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
-    "llmbar": "preferences, with your file as task.path",
-    "pandalm": "preferences, with your file as task.path",
-    "mr_gsm8k": "prm800k or math_shepherd, or preferences with your file of steps",
-    "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
-    "sycophancy": "jsonl, with your questions as task.path",
-    "ifeval": "ifeval:task of contrib/ (contrib/README.md), whose rows name its grader",
-    "nim": "nim:nim of contrib/nim",
-    "random_play": "nim:random_play of contrib/nim",
-    "gymnasium": "gymnasium_adapter:gymnasium of contrib/",
-    "openenv": "openenv_adapter:openenv of contrib/",
+    "knights_and_knaves": "task reasoning_gym, dataset: knights_knaves, grader scored",
+    "llmbar": "preferences, setting task.path to your file",
+    "pandalm": "preferences, setting task.path to your file",
+    "mr_gsm8k": "prm800k, math_shepherd, or preferences reading your step file",
+    "prmbench": "prm800k, math_shepherd, or preferences reading your step file",
+    "sycophancy": "jsonl, setting task.path to your questions",
+    "ifeval": "ifeval:task from contrib/ (contrib/README.md); rows name the grader",
+    "nim": "nim:nim from contrib/nim",
+    "random_play": "nim:random_play from contrib/nim",
+    "gymnasium": "gymnasium_adapter:gymnasium from contrib/",
+    "openenv": "openenv_adapter:openenv from contrib/",
     "tiny/grpo-nim": "contrib/nim/grpo-nim.yaml",
     "tiny/sft-nim": "contrib/nim/sft-nim.yaml",
     "posttrain feedback": "`python contrib/constitutional/feedback.py`",
     "code_tests.level": "sandbox: bubblewrap (the default) or sandbox: process",
-    "code_tests.image": "sandbox: bubblewrap (the default); docker is no longer supported",
+    "code_tests.image": "sandbox: bubblewrap (default); docker support was dropped",
     "python.level": "sandbox: bubblewrap (the default) or sandbox: process",
-    "python.image": "sandbox: bubblewrap (the default); docker is no longer supported",
+    "python.image": "sandbox: bubblewrap (default); docker support was dropped",
     "judge.key_variable": "the environment variable JUDGE_API_KEY",
-    "native.cuda_graphs": "the defaults: on CUDA steps are recorded by themselves",
-    "vllm.colocate": "a server on the trainer's own GPU, which sleeps while it computes (leave gpus out)",
-    "vllm.collectives": "the defaults: NCCL to a server with a GPU of its own, else files in memory",
-    "vllm.transfer": "the defaults: NCCL to a server with a GPU of its own, else files in memory",
-    "vllm.servers": "gpus (tensor parallel), or a server of yours with vLLM's --data-parallel-size, as url",
-    "vllm.logprobs": "the defaults: an evaluation with top_k or top_p has no log-probabilities",
-    "judge.pairwise": "posttrain evaluate MODEL --against OTHER --judge judge.yaml, which compares answers",
-    "vllm.restarts": "--resume: a server that dies ends the run with its last step saved",
-    "vllm.port": "url, with a server that you start at a port of yours; a run's own takes a free one",
+    "native.cuda_graphs": "the defaults: CUDA graphs are recorded automatically",
+    "vllm.colocate": "a server sharing the trainer's GPU, sleeping during training (omit gpus)",
+    "vllm.collectives": "the defaults: NCCL for servers on separate GPUs, else in-memory files",
+    "vllm.transfer": "the defaults: NCCL for servers on separate GPUs, else in-memory files",
+    "vllm.servers": "gpus (tensor parallel), or url for your server started with --data-parallel-size",
+    "vllm.logprobs": "the defaults: evaluations using top_k or top_p omit log-probabilities",
+    "judge.pairwise": "posttrain evaluate MODEL --against OTHER --judge judge.yaml to compare answers",
+    "vllm.restarts": "--resume: if a server dies, the run stops after saving",
+    "vllm.port": "url, if you start a server on a fixed port; managed servers pick free ports",
     "vllm.gpu_memory": "gpu_memory_utilization",
     "vllm.eager": "enforce_eager",
-    "judge.template": "a judge behind a server, which has the template: `posttrain serve MODEL`, with its url",
+    "judge.template": "url of a judge server, which applies the template: `posttrain serve MODEL`",
     "posttrain serve-command --gpu-memory": "the printed line, with --gpu-memory-utilization added",
     "posttrain serve-command --gpu-memory-utilization": "the printed line, with this option of vLLM added",
     "posttrain serve-command --max-model-len": "the printed line, with this option of vLLM changed",
     "posttrain serve-command --dtype": "the printed line, with this option of vLLM changed",
     "posttrain serve-command --seed": "the printed line, with this option of vLLM changed",
-    "posttrain serve-command --logprobs-mode": "processed_logprobs, which is always given; logprobs: false needs none",
+    "posttrain serve-command --logprobs-mode": "processed_logprobs, which is always set; logprobs: false needs nothing",
     "opinion": "numeric, exact or multiple_choice",
     "native.native_kernel": "the defaults: torch computes attention",
-    "native.cache": "the defaults: every row has a slot of its own",
-    "train.native_kernel": "the defaults: layers run as they are",
-    "tiny/grpo-curriculum": "tiny/grpo, with the weights of a mixture's parts",
+    "native.cache": "the defaults: every row gets a separate slot",
+    "train.native_kernel": "the defaults: layers run unmodified",
+    "tiny/grpo-curriculum": "tiny/grpo, setting mixture weights",
     "tiny/transcoder": "tiny/sae",
-    "native.weights": "the defaults: the trainer's own weights sample",
-    "native.path": "the defaults: the fast path samples wherever it computes what the model does",
-    "native.wait_steps": "the defaults: the batch waits for the replies",
-    "eval.beside": "eval.engine: vllm, which answers on another device; training waits for it",
-    "eval.device": "eval.engine: vllm, which answers on another device; training waits for it",
-    "rollout.partial": "rollout.staleness alone: an answer ends with the weights with which it began",
-    "rollout.partial_tokens": "rollout.staleness alone: an answer ends with the weights with which it began",
-    "train.compile": "the defaults: layers run as they are",
+    "native.weights": "the defaults: sampling uses the trainer's weights",
+    "native.path": "the defaults: the fast path is used whenever it matches the model",
+    "native.wait_steps": "the defaults: batches wait for replies",
+    "eval.beside": "eval.engine: vllm, running on another device while training waits",
+    "eval.device": "eval.engine: vllm, running on another device while training waits",
+    "rollout.partial": "only rollout.staleness: weights never change during an answer",
+    "rollout.partial_tokens": "only rollout.staleness: weights never change during an answer",
+    "train.compile": "the defaults: layers run unmodified",
     "train.offload": "scale.sharding: fsdp2 over several GPUs, an adapter, or train.gradient_checkpointing",
-    "curriculum": "the weights of a mixture's parts; for stages, one run after another (model.name: runs/FIRST)",
+    "curriculum": "mixture weights; for stages, consecutive runs (model.name: runs/FIRST)",
     "posttrain chat --colours": "the probabilities of `/v1/chat/completions` (`posttrain serve`, logprobs)",
-    "posttrain generate -n": "`--samples`, the number of answers to each prompt",
-    "posttrain evaluate --n": "`--limit`, the number of rows of each task",
+    "posttrain generate -n": "`--samples`, the number of answers per prompt",
+    "posttrain evaluate --n": "`--limit`, the number of rows per task",
     "posttrain quantize --n": "`--limit`, the number of rows to measure on",
     "posttrain data --n": "`--limit`, the number of rows to read",
     "posttrain data show --n": "`--limit`, the number of rows to read",
-    "posttrain runs tag": "a name that says it (`--run NAME`), or a file of your own in the run's folder",
-    "posttrain runs note": "a file of your own in the run's folder",
+    "posttrain runs tag": "a descriptive name (`--run NAME`), or your notes file in the run folder",
+    "posttrain runs note": "your notes file in the run folder",
     "posttrain runs list --tag": "a pattern of names, or `--state`",
     "posttrain runs list --cells": "a pattern such as 'sweep-ppo/cells/*'",
     "posttrain runs list --recipe": "a pattern of names, or `--state`",
     "posttrain runs list --objective": "a pattern of names, or `--state`",
     "posttrain runs list --model": "a pattern of names, or `--state`",
-    "posttrain runs list --families": "`posttrain runs show NAME`, which has the runs that it came from",
+    "posttrain runs list --families": "`posttrain runs show NAME`, which lists parent runs",
     "posttrain runs delete --state": "names or a pattern; `posttrain runs --state STATE` lists them",
     "posttrain runs prune --state": "names or a pattern; `posttrain runs --state STATE` lists them",
-    "posttrain runs list --reverse": "`--sort KEY`, which puts the largest first where that is best",
-    "posttrain compare": "`posttrain sweep` with the same name or file, whose methods are called rows",
-    "posttrain study": "`posttrain sweep` with the same name or file, whose parts are called rows",
-    "posttrain pipeline": "`posttrain sweep` with the same name or file, whose parts are called rows",
+    "posttrain runs list --reverse": "`--sort KEY`, which sorts best first",
+    "posttrain compare": "`posttrain sweep` on the same name or file, renaming methods to rows",
+    "posttrain study": "`posttrain sweep` on the same name or file, renaming parts to rows",
+    "posttrain pipeline": "`posttrain sweep` on the same name or file, renaming parts to rows",
     "methods": "rows",
     "reward_models": "rows",
-    "policies": "rows, and needs: NAME of the reward model that rewards it",
-    "study": "rows with best_of_n; leave this out",
-    "optimize": "needs: NAME in each row that the reward model rewards",
+    "policies": "rows, naming the reward model under needs: NAME",
+    "study": "rows with best_of_n; omit this key",
+    "optimize": "needs: NAME in every row using this reward model",
     "task.hub": "task.path: hf:NAME, or hf:NAME:CONFIG@SPLIT",
     "task.hub_split": "task.path: hf:NAME@SPLIT",
-    "prm800k.step_separator": "the defaults: a new line stands between two steps",
-    "math_shepherd.step_separator": "the defaults: a new line stands between two steps",
-    "task.strip_thinking": "rows without the thinking, or hh_rlhf, which has this option",
-    "reward_model.bits": "the weights as they were trained; `posttrain evaluate` measures a quantized copy",
-    "jsonl.meta_keys": "the defaults: all keys of a row are in meta",
-    "mmlu.shots": "contrib/lm_eval_harness.py, or a file of such prompts (jsonl)",
-    "mmlu.dev_path": "contrib/lm_eval_harness.py, or a file of such prompts (jsonl)",
-    "mmlu.subjects": "the defaults: results are broken down by subject and area",
-    "mbpp.shown_tests": "the defaults: the first test stands in the prompt",
-    "gsm8k_solutions": "judged_solutions, with your file as task.path",
-    "orm-gsm8k": "orm-gsm8k-own, with your file as task.path",
-    "mixture.by_weight": "the defaults: examples stand in turns by weight",
-    "mixture.size": "size of each part's task",
-    "mixture.seed": "seed of each part's task",
-    "mixture.split": "split of each part's task",
+    "prm800k.step_separator": "the defaults: steps are separated by newlines",
+    "math_shepherd.step_separator": "the defaults: steps are separated by newlines",
+    "task.strip_thinking": "rows without thinking, or hh_rlhf, which supports this option",
+    "reward_model.bits": "unquantized weights; `posttrain evaluate` measures quantized copies",
+    "jsonl.meta_keys": "the defaults: meta holds all row keys",
+    "mmlu.shots": "contrib/lm_eval_harness.py, or such prompts in jsonl",
+    "mmlu.dev_path": "contrib/lm_eval_harness.py, or such prompts in jsonl",
+    "mmlu.subjects": "the defaults: results are listed by subject and area",
+    "mbpp.shown_tests": "the defaults: prompts contain the first test",
+    "gsm8k_solutions": "judged_solutions, setting task.path to your file",
+    "orm-gsm8k": "orm-gsm8k-own, setting task.path to your file",
+    "mixture.by_weight": "the defaults: examples alternate by weight",
+    "mixture.size": "size in every part's task",
+    "mixture.seed": "seed in every part's task",
+    "mixture.split": "split in every part's task",
     "preferences.neutral": "num_classes: 3",
     "reasoning_gym.accept_code_scorer": "another data set (posttrain explain reasoning_gym)",
     "reasoning_gym.accept_exploitable": "another data set (posttrain explain reasoning_gym)",
-    "prm800k.alternatives": "the defaults: every rated candidate is an answer of its own",
+    "prm800k.alternatives": "the defaults: every rated candidate is a separate answer",
     "xml_reasoning.chat": "r1_zero, for a model without a chat template",
-    "dialogue.user": "dialogue as it is (Human and Assistant), or the model's own chat template",
-    "dialogue.assistant": "dialogue as it is (Human and Assistant), or the model's own chat template",
-    "dialogue.separator": "dialogue as it is (a blank line), or the model's own chat template",
+    "dialogue.user": "plain dialogue (Human and Assistant), or the model's chat template",
+    "dialogue.assistant": "plain dialogue (Human and Assistant), or the model's chat template",
+    "dialogue.separator": "plain dialogue (blank line), or the model's chat template",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
-    "posttrain evaluate --probes": "`posttrain evaluate RM` on a file of yours, with such answers as the rejected ones",
+    "posttrain evaluate --probes": "`posttrain evaluate RM` on your file, using such answers as rejected",
     "posttrain evaluate --with": "`python contrib/lm_eval_harness.py MODEL --tasks A,B`",
     "posttrain evaluate --task-folder": "`python contrib/lm_eval_harness.py MODEL --tasks A,B --task-folder DIR`",
-    "reward_model.combine": "the defaults: the lowest probability of a step is the score",
-    "reward_model.clip": "normalize: true, or a reward of your own that calls it",
+    "reward_model.combine": "the defaults: the lowest step probability is the score",
+    "reward_model.clip": "normalize: true, or your custom reward wrapping it",
     "jumprelu": "batchtopk, which is stored as JumpReLU",
     "dictionary.skip": "`posttrain sae features` on the residual stream; transcoders are gone",
     "dictionary.matryoshka": "two dictionaries of different dictionary.features",
@@ -164,20 +165,20 @@ GONE = {
     "activations.sites": "`posttrain activations --layer 10,20 --out FOLDER`, then activations.folder",
     "activations.paired": "`posttrain activations BASE --paired POST --out FOLDER`, then activations.folder",
     "activations.stream_rows": "activations.max_rows, and --yes for a large recording",
-    "changes.crosscoder": "`posttrain sae train` with activations.source: difference, a dictionary of post - base",
-    "post.from_base": "the name of a run; a recipe of post starts from the base",
-    "changes.difference": "`posttrain sae train` with activations.source: difference, a dictionary of post - base",
-    "changes.dictionaries": "changes.dictionary, with which they are trained",
+    "changes.crosscoder": "`posttrain sae train` with activations.source: difference, for a post - base dictionary",
+    "post.from_base": "a run name; post recipes start from the base",
+    "changes.difference": "`posttrain sae train` with activations.source: difference, for a post - base dictionary",
+    "changes.dictionaries": "changes.dictionary, which configures their training",
     "posttrain generate --ablate": "--steer FEATURE=off",
-    "posttrain activations --format": "index.json in the folder of the recording",
+    "posttrain activations --format": "index.json in the recording folder",
     "posttrain activations --site": "--layer: the residual stream after each layer is recorded",
     "posttrain sae diff --seeds": "--changes.seeds",
-    "posttrain sae diff --site": "--layer: the residual stream after it is compared",
-    "posttrain sae features --site": "the 'site' in the metadata of the dictionary's cfg.json",
-    "posttrain sae features --top": "the page, which names ten tokens at each end",
-    "posttrain sae features --judge": "the contexts and the logit lens of the page",
-    "posttrain sae features --judge-model": "the contexts and the logit lens of the page",
-    "posttrain sae features --judge-template": "the contexts and the logit lens of the page",
+    "posttrain sae diff --site": "--layer: compares the residual stream after that layer",
+    "posttrain sae features --site": "'site' in the metadata inside the dictionary's cfg.json",
+    "posttrain sae features --top": "the page, listing ten tokens per end",
+    "posttrain sae features --judge": "contexts and logit lens on the page",
+    "posttrain sae features --judge-model": "contexts and logit lens on the page",
+    "posttrain sae features --judge-template": "contexts and logit lens on the page",
 }
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
@@ -189,10 +190,10 @@ _LEAST_SECRET_CHARS = 8
 
 
 def hide_secrets(text: str) -> str:
-    """Return the text without passwords and keys: to be shown and to be stored.
+    """Redact passwords and keys before showing or storing text.
 
-    ``***`` stands for names, passwords and keys in URLs, and for what variables of the environment hold that are
-    called like a key (``JUDGE_API_KEY``, ``HF_TOKEN``).
+    Replaces by ``***``: credentials and keys in URLs, plus values of environment variables named like keys
+    (``JUDGE_API_KEY``, ``HF_TOKEN``).
     """
     for name, value in os.environ.items():
         if len(value) >= _LEAST_SECRET_CHARS and value in text and _NAMES_A_SECRET.fullmatch(name):
@@ -201,7 +202,7 @@ def hide_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what the error of a library says: its first line, with the next where the first is only a heading."""
+    """Extract a library error's first line, adding the second if the first is only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -212,11 +213,10 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, or None.
+    """Find the most likely intended name, or None.
 
-    A name is meant if the other one is it with typing slips (``name_slips``), its beginning, its words in another order
-    or some of its words. Case and the kind of separators do not count. A different name with similar letters is not
-    meant: ``gdpo`` is not ``gmpo``.
+    Matches typing slips (``name_slips``), prefixes, reordered words and subsets of words, ignoring case and
+    separators. Similar but distinct names do not match: ``gdpo`` is not ``gmpo``.
     """
     found = None
     closest = float("inf")
@@ -233,7 +233,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _distance_of_names(wanted: str, text: str) -> float:
-    """Return how far a typed name is from a known one, or infinity for names that differ."""
+    """Measure the distance between typed and known names; infinite if unrelated."""
     words = wanted.split("_")
     others = text.split("_")
     if words == others:
@@ -264,11 +264,11 @@ def _distance_of_names(wanted: str, text: str) -> float:
 
 
 def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
-    """Return the number of typing slips between two words, or infinity where they are different words.
+    """Count typing slips between two words; infinite if they are different words.
 
-    Slips are two neighbouring letters swapped and a letter missing, doubled or replaced. A short name (an acronym
-    such as ``gspo``) with a different letter is another name: there, an added letter must be next to the right one on a
-    keyboard, a replaced one is not the first, and none of a method (``..po``). Different digits at the end are another
+    A slip swaps two adjacent letters, or drops, doubles or replaces a letter. For short names (acronyms such as
+    ``gspo``), most letter changes give another name: an added letter must neighbor the correct key, and a replaced
+    letter must not be the first, nor may the name be a method (``..po``). Different trailing digits mean another
     version. ``is_acronym``: the word is the whole name.
     """
     if word == other:
@@ -291,7 +291,7 @@ def name_slips(word: str, other: str, *, is_acronym: bool = True) -> float:
 
 
 def _is_one_slip(word: str, other: str) -> bool:
-    """Return True if a short name is another one after one slip of the fingers."""
+    """Check if two short names differ by a single slip."""
     start = 0
     while start < min(len(word), len(other)) and word[start] == other[start]:
         start += 1
@@ -305,7 +305,7 @@ def _is_one_slip(word: str, other: str) -> bool:
         return start > 0 and len(word) > 3 and rest[1:] == meant[1:] and not is_method and is_near
     if start == 0 or abs(len(word) - len(other)) != 1:
         return False
-    if len(rest) > len(meant):  # a key was hit twice, or with its neighbour
+    if len(rest) > len(meant):  # doubled or neighboring key
         around = word[start - 1] + meant[:1]
         return rest[1:] == meant and any(rest[0] == one or _are_neighbours(rest[0], one) for one in around)
     may_miss = meant[0] == other[start - 1] or not rest or not other.endswith(_METHOD)  # gpo is not grpo
@@ -313,12 +313,12 @@ def _is_one_slip(word: str, other: str) -> bool:
 
 
 def _are_neighbours(one: str, other: str) -> bool:
-    """Return True for keys that are side by side on a keyboard."""
+    """Check if two keys are adjacent."""
     return any(one + other in row or other + one in row for row in _KEYBOARD)
 
 
 def _edit_distance(word: str, other: str) -> int:
-    """Return the number of letters added, left out, replaced or swapped with the next one (optimal alignment)."""
+    """Compute edit distance, counting adjacent swaps as one (optimal alignment)."""
     if abs(len(word) - len(other)) > MOST_SLIPS:
         return MOST_LETTERS
     before: list[int] = []
@@ -340,9 +340,9 @@ def _spelled(name: str) -> str:
 
 
 class PosttrainError(Exception):
-    """Base of all errors that the command line shows as one message without a traceback.
+    """Base class for errors shown as a single message without traceback.
 
-    Its message hides secrets in URLs.
+    Messages redact secrets in URLs.
     """
 
     exit_code = 1
@@ -362,20 +362,20 @@ class RecipeError(UsageError):
 
 
 class UnknownComponent(UsageError):
-    """A name that no registered function carries; the message suggests the nearest."""
+    """Raised for unregistered component names; the message suggests the nearest."""
 
 
 class UnallowedCode(UsageError):
-    """A function that a file names as ``module:function``, and that nobody allowed to be imported."""
+    """Raised if a file names ``module:function`` code the user did not allow."""
 
 
 class DataError(UsageError):
-    """An input file is missing or malformed.
+    """Raised for missing or malformed input files.
 
     Args:
-        path: the file.
-        what: what is wrong, and what would work.
-        line: 1-based line number, where there is one.
+        path: input file.
+        what: problem plus remedy.
+        line: 1-based line number, if known.
     """
 
     def __init__(self, path: str | Path, what: str, line: int | None = None) -> None:
@@ -388,16 +388,16 @@ class DataError(UsageError):
 
 
 class DataNotThere(DataError):
-    """An input file, or a data set of the hub, that is not there or cannot be reached."""
+    """Raised if an input file or hub data set is missing or unreachable."""
 
 
 class MissingExtra(UsageError):
-    """An optional dependency is not installed.
+    """Raised if an optional dependency is not installed.
 
     Args:
-        package: the module that could not be imported.
-        extra: the extra of this package that installs it.
-        purpose: what it is needed for.
+        package: missing module.
+        extra: this package's extra providing it.
+        purpose: why it is needed.
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
@@ -408,14 +408,14 @@ class MissingExtra(UsageError):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation: from its checkout, or from where it was installed."""
+    """Build the command adding an extra to this installation, from its checkout or original source."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file():
         place = str(checkout)
         if checkout == Path.cwd():
             place = "."
         return f"{sys.executable} -m pip install -e '{place}[{extra}]'"
-    with suppress(PackageNotFoundError, ValueError):  # a folder, a file or a repository (PEP 610)
+    with suppress(PackageNotFoundError, ValueError):  # folder, file or repository (PEP 610)
         direct_url = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
         source = ""
         if direct_url:
@@ -437,7 +437,7 @@ def _source_of(direct_url: Mapping[str, Any]) -> str:
 
 
 class RunConflict(UsageError):
-    """A run directory belongs to another recipe, or to a process that is still alive."""
+    """Raised if a run directory belongs to another recipe or a live process."""
 
 
 class RunFailure(PosttrainError):
@@ -445,28 +445,28 @@ class RunFailure(PosttrainError):
 
 
 class RewardFailure(RunFailure):
-    """A reward function raised, or returned something that is no finite number."""
+    """Raised if a reward function fails or returns anything except a finite number."""
 
 
 class NonFiniteLoss(RunFailure):
-    """A loss or gradient norm is NaN or infinite. The weights were not updated."""
+    """Raised for NaN or infinite losses or gradient norms. Weights were not updated."""
 
 
 class CheckpointError(RunFailure):
-    """No checkpoint could be verified against its manifest."""
+    """Raised if no checkpoint matches its manifest."""
 
 
 class StorageError(RunFailure):
-    """The disk is full or not writable."""
+    """Raised if the disk is full or read-only."""
 
 
 class PeerFailure(RunFailure):
-    """Another process of the same run failed, ended, or does not answer.
+    """Raised if another process in this run failed, ended, or stopped answering.
 
     Args:
-        message: says which one, and why.
-        exit_code: with which that one ended, where it ended by an error of ours.
-        is_loss: that one lost what it works with, so that the same again may succeed.
+        message: names the process and reason.
+        exit_code: that process's exit code, if it ended by a posttrain error.
+        is_loss: the process lost a resource, so retrying may succeed.
     """
 
     def __init__(self, message: str, exit_code: int = RunFailure.exit_code, is_loss: bool = False) -> None:
@@ -476,8 +476,8 @@ class PeerFailure(RunFailure):
 
 
 class EngineMismatch(RunFailure):
-    """Sampler and trainer give different log-probabilities for the same tokens."""
+    """Raised if sampler and trainer assign different log-probabilities to identical tokens."""
 
 
 class Unbalanced(RunFailure):
-    """The log of an update is not what its records give (``train.strict``)."""
+    """Raised if a logged update does not follow from its records (``train.strict``)."""

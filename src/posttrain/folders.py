@@ -1,6 +1,6 @@
-"""Folders of untrusted content: removed however deep they are and whatever their modes, and walked to a limit.
+"""Untrusted folders: remove at any depth regardless of permissions, walk to a bounded depth.
 
-``shutil.rmtree`` and ``os.walk`` call themselves for every level, so a folder of some thousand levels ends them.
+``shutil.rmtree`` and ``os.walk`` recurse per level, so they crash on folders nested thousands deep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW"
 
 @dataclass
 class _Level:
-    """An open folder on the way down: its name in the one above, its identity, and its folders that are still there."""
+    """Open folder during descent: name in its parent, identity, remaining subfolders."""
 
     name: str
     identity: tuple[int, int]
@@ -31,13 +31,13 @@ class _Level:
 
 
 def remove_folder(path: str | Path) -> None:
-    """Remove a folder with everything in it; links in it are removed and not followed.
+    """Remove a folder recursively, without following links.
 
-    One folder is open at a time, and the way back up is ``..``, so neither depth nor the length of paths matters.
-    Permissions are changed if they stand in the way.
+    Only one folder is open at a time, and ``..`` leads back up, so depth and path length are unlimited. Permissions
+    are changed as needed.
 
     Raises:
-        OSError: something in it cannot be removed. What comes before it is removed.
+        OSError: an entry cannot be removed. Earlier entries are gone.
     """
     if not _CAN_OPEN_FOLDERS:
         shutil.rmtree(path)
@@ -79,7 +79,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _empty(descriptor: int, name: str) -> _Level:
-    """Remove the files of an open folder."""
+    """Remove files in an open folder."""
     folders = []
     with os.scandir(descriptor) as entries:
         for entry in list(entries):
@@ -91,12 +91,12 @@ def _empty(descriptor: int, name: str) -> _Level:
 
 
 def walk_folder(path: str | Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield every folder below ``path``, itself first, with the names of its folders and files, as ``os.walk`` does.
+    """Walk ``path`` like ``os.walk``, parents first.
 
-    The caller may remove names from the list of folders. Links to folders count as folders and are not followed.
+    Callers may prune the folder list. Links to folders are listed as folders but not followed.
 
     Raises:
-        UsageError: the folder has more than ``MAX_DEPTH`` levels.
+        UsageError: nested deeper than ``MAX_DEPTH`` levels.
     """
     waiting = [(Path(path), 0)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Types of the keys of a recipe: plain values of a limited size, and addresses of servers with who may have a key."""
+"""Recipe key types: bounded plain values, server addresses, rules for sending keys."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Compon
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 _LIST = re.compile(r"\ba valid (list|tuple)\b")
 _LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+ items?) after validation")
-# What pydantic puts into a place for a value of several possible types: the type that it tried.
+# pydantic inserts the attempted union member into error locations.
 _TRIED = re.compile(r"(?:str|int|float|bool|(?:list|dict|tuple|literal|function-\w+)\[.*)")
 
 
 class AnySize:
-    """Marks a whole number without an upper bound."""
+    """Marker: integer without upper bound."""
 
 
 class Unread:
-    """Marks plain data that are read as a recipe later."""
+    """Marker: plain data, read as a recipe later."""
 
 
-# A whole number from which random numbers follow: any will do.
+# Random seed; any nonnegative integer works.
 Seed = Annotated[int, Field(ge=0), AnySize()]
-# Rows, prompts or samples that are in memory at once.
+# Rows, prompts or samples held in memory simultaneously.
 Few = Annotated[int, Field(ge=1, le=65_536)]
 # How often something is done, each time with another seed.
 Repetitions = Annotated[int, Field(ge=1, le=1000)]
-# The length of a text.
+# Text length.
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
-# Texts that end an answer; one alone may be given as it is.
+# Stop texts; a single string is accepted too.
 StopTexts = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=16),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-# The type of numbers; torch's own names are read, too.
+# Number formats; torch names are accepted too.
 Dtype = Annotated[Literal["fp32", "bf16"], BeforeValidator(short_dtype)]
 
 
 class Options(BaseModel):
-    """Keys with types; what JSON has no value for, or what is of another type by accident, is refused.
+    """Strictly typed keys: values JSON cannot express, or of an accidental type, are refused.
 
-    Truth values are no numbers. Texts can be written as UTF-8. A whole number is at most ``LARGEST_COUNT`` from zero,
-    unless its type is ``Seed``.
+    Booleans are not numbers. Texts must be encodable as UTF-8. Integers are limited to ±``LARGEST_COUNT``, unless
+    typed ``Seed``.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -112,10 +112,10 @@ def _too_large() -> PydanticCustomError:
 
 
 def check_plain(value: object) -> None:
-    """Refuse texts that are no characters, and numbers that JSON has not, inside free-form values.
+    """Refuse invalid Unicode and non-JSON numbers inside free-form values.
 
     Raises:
-        PydanticCustomError: for pydantic to put the key before it.
+        PydanticCustomError: pydantic adds the key.
     """
     if isinstance(value, str):
         try:
@@ -143,7 +143,7 @@ def _holds(value: object, kind: type) -> bool:
 
 
 def _types(annotation: object) -> set[object]:
-    """Return the types that an annotation is made of."""
+    """Collect types used in an annotation."""
     if isinstance(annotation, Unread):
         return {Unread}
     found: set[object] = set()
@@ -155,10 +155,9 @@ def _types(annotation: object) -> set[object]:
 
 
 def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
-    """Yield pydantic's faults (``loc``, ``type``, ``msg``, ``input``); one for a value of several possible types.
+    """Yield pydantic errors (``loc``, ``type``, ``msg``, ``input``), merging attempts at union members.
 
-    It is that of the type that is wrong furthest inside, else all types that it could have. A missing item of a list is
-    a fault of the list.
+    For each union, keeps the deepest errors, else lists all allowed types. Missing items are reported on their list.
     """
     tried: dict[Any, list[dict[str, Any]]] = {}
     for fault in map(dict[str, Any], error.errors()):
@@ -188,7 +187,7 @@ def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
 
 
 def _place_of_type(loc: Sequence[object], kind: str) -> int | None:
-    """Return where in the place of a fault pydantic has put the type that it tried; None where it tried one alone."""
+    """Find the index of the attempted union member in an error location; None without unions."""
     places = loc
     if kind == "extra_forbidden":  # such a key may be called as a type is
         places = loc[:-1]
@@ -199,9 +198,9 @@ def _place_of_type(loc: Sequence[object], kind: str) -> int | None:
 
 
 def explain_type(message: str, value: object) -> str:
-    """Return pydantic's message about a value, with the value, or the kind and size of a large one.
+    """Combine pydantic's message with the value, or its kind and size if large.
 
-    The message of a rule about a whole section stands alone.
+    Messages from whole-section rules omit the value.
     """
     if message.startswith("Value error, "):
         rule = message.removeprefix("Value error, ")
@@ -219,7 +218,7 @@ def explain_type(message: str, value: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Return ``value`` as Python writes it, shortened; a mapping by its keys, a long list by its length."""
+    """Describe ``value`` briefly: mappings by keys, long lists by length."""
     if isinstance(value, dict):
         if not value:
             return "an empty section"
@@ -231,9 +230,9 @@ def describe_value(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """Return ``value`` as Python writes it, the middle of a long one left out.
+    """Format ``value`` like Python, eliding the middle if long.
 
-    An object of a user's class is ``<Name>``: its own ``__repr__`` is code that may fail.
+    Objects from user classes become ``<Name>``, since their ``__repr__`` could fail.
     """
     text = written(value)
     if len(text) <= _SHOWN_CHARS:
@@ -243,7 +242,7 @@ def shorten(value: object) -> str:
 
 
 def shown_with_type(value: object) -> str:
-    """Return ``value`` as Python writes it, at most 80 characters, and its type: ``'seven' (str)``."""
+    """Format ``value`` (at most 80 characters) plus type: ``'seven' (str)``."""
     if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:  # Python refuses to write thousands of digits
         text = f"an integer of {value.bit_length()} bits"
     else:
@@ -252,7 +251,7 @@ def shown_with_type(value: object) -> str:
 
 
 def written(value: object) -> str:
-    """Return ``repr(value)`` of plain values and of what comes with Python, numpy or torch."""
+    """Compute ``repr(value)`` for plain values, and for standard library, numpy, torch or posttrain objects."""
     kind = type(value)
     if kind is dict and isinstance(value, dict):
         pairs = [f"{written(key)}: {written(held)}" for key, held in value.items()]
@@ -279,9 +278,9 @@ _PATH = re.compile(r"[!-~]*")
 def server_address(
     url: str, where: str = "engine.url", variable: str = "VLLM_API_KEY"
 ) -> tuple[str, str, int | None, str]:
-    """Return (scheme, host, port, path prefix) of a server's URL; an ending ``/v1`` is dropped.
+    """Parse a server URL into (scheme, host, port, path prefix), dropping a trailing ``/v1``.
 
-    ``where`` is the key that it stands under, ``variable`` where a key for the server belongs, for messages.
+    Error messages mention ``where`` (the key) and ``variable`` (for secret keys).
 
     Raises:
         UsageError: not an http or https URL.
@@ -306,13 +305,13 @@ def server_address(
 
 
 def key_for(url: str, where: str, variable: str) -> str | None:
-    """Return the key in the environment ``variable``, if the server at ``url`` may have it.
+    """Read the secret key from ``variable`` if the server at ``url`` may receive it.
 
-    A recipe may be from anyone and names its own server: a key goes to this machine, or to the hosts that the
-    environment names next to it (``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, commas between them).
+    Recipes from strangers can name arbitrary servers, so keys go only to this machine or to hosts listed in the
+    environment (``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, comma-separated).
 
     Raises:
-        UsageError: there is a key, and it may not go there.
+        UsageError: the key is set, but not allowed for this host.
     """
     key = os.environ.get(variable)
     host = server_address(url, where, variable)[1]
@@ -327,10 +326,10 @@ def key_for(url: str, where: str, variable: str) -> str | None:
 
 
 def checked_url(url: str, about: ValidationInfo) -> str:
-    """Return the URL, if it is a server's and holds no secret: recipes, records and results may keep it.
+    """Validate a server URL without secrets, safe to store in recipes, records and results.
 
     Raises:
-        UsageError: it is none, or a name, a password or a key stands in it.
+        UsageError: not a server URL, or it contains credentials.
     """
     section = "engine"
     if about.context is not None:

@@ -1,10 +1,10 @@
-"""The processes that train one model together, as each of them sees it; a single process does nothing here.
+"""Processes training a model together, seen from each process; trivial if there is only one.
 
-The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), sums are taken
-(``add``), and what rank 0 decides or reads goes to all (``broadcast``). All else every process computes for itself from
-the same numbers, so that all hold the same weights. Every call is made by all processes, in the same order; ``what``
-names it in the message of a failure. The class for several processes is in ``training/distributed.py``; this module
-imports none of ours.
+Methods divide item lists (``share``, plus ``gather`` for collecting results everywhere), sum tensors (``add``), and
+send rank 0's decisions or data to everyone (``broadcast``). Anything else is computed redundantly from identical
+numbers, so all processes hold identical weights. Every process must make every call, in the same order; ``what`` names
+the call in error messages. The multi-process class is in ``training/distributed.py``; this module imports nothing from
+posttrain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-Within = Callable[[Callable[[], Any]], Any]  # gathers a sharded model around what is computed
+Within = Callable[[Callable[[], Any]], Any]  # gathers a sharded model around a computation
 
 
 class ProcessGroup:
@@ -30,30 +30,30 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """True if this process writes records and checkpoints: rank 0."""
+        """Check if this process writes records and checkpoints (rank 0)."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """Return the items that are this process's work: every ``size``-th, from the ``rank``-th on."""
+        """Select this process's items: every ``size``-th, starting at ``rank``."""
         return list(items[self.rank :: self.size])
 
     def gather(self, mine: Sequence[T], what: str) -> list[T]:
-        """Return one result for each item of ``share``, from all processes, in the order of the items."""
+        """Collect ``share`` results from all processes, in original item order."""
         return list(mine)
 
     def add(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Replace each tensor by the sum over all processes; shapes and types are the same everywhere."""
+        """Sum each tensor across processes in place; shapes and dtypes must match."""
 
     def broadcast(self, value: T, what: str) -> T:
-        """Return the value of rank 0; what the other processes give is not sent."""
+        """Send rank 0's value to everyone; other values are ignored."""
         return value
 
     def agree(self, flag: bool, what: str) -> bool:
-        """Return True where it is True for any."""
+        """Combine flags by logical or."""
         return flag
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Enter a block with one process of a machine at a time, as loading takes much memory; all leave together."""
+        """Run a memory-hungry block (such as loading) one process at a time per machine; all leave together."""
         return nullcontext()
 
 
@@ -61,26 +61,26 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def whole(tensor: Tensor) -> Any:
-    """Return the tensor itself; a sharded one is gathered, which every process has to call."""
+    """Gather sharded tensors, called by every process; others are returned unchanged."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     return tensor.full_tensor()
 
 
 def own_part(tensor: Tensor) -> Any:
-    """Return the part of a tensor that this process has."""
+    """Get this process's shard."""
     if not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()
 
 
 def local_size() -> int:
-    """Return the number of the processes on this machine (``LOCAL_WORLD_SIZE``)."""
+    """Count processes on this machine (``LOCAL_WORLD_SIZE``)."""
     return max(1, _number("LOCAL_WORLD_SIZE") or 1)
 
 
 def local_rank() -> int | None:
-    """Return the rank of this process among those of its machine (``LOCAL_RANK``); None: it is alone."""
+    """Find this process's rank within its machine (``LOCAL_RANK``); None if alone."""
     return _number("LOCAL_RANK")
 
 
@@ -92,7 +92,7 @@ def _number(variable: str) -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most main memory that this process has held; 0 where the system does not say (Windows)."""
+    """Measure peak resident memory in bytes; 0 if unsupported (Windows)."""
     try:
         import resource
     except ImportError:

@@ -1,7 +1,7 @@
-"""Counter-based randomness: every draw is a function of (seed, purpose, step, row, ...).
+"""Counter-based randomness: every draw is determined by (seed, purpose, step, row, ...).
 
-There is no generator state to save, so a resumed run draws what the uninterrupted run would have
-drawn, and a row's draws do not depend on which rows stand next to it.
+No generator state needs saving: resumed runs draw exactly like uninterrupted runs, and a row's draws never depend on
+neighboring rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(seed: int, purpose: str, *counters: int) -> int:
-    """Return a 64-bit key from a seed, a purpose and any number of counters (step, row, ...).
+    """Derive a 64-bit key from seed, purpose and any counters (step, row, ...).
 
-    Distinct arguments give independent keys: the key is a BLAKE2b digest of an unambiguous
-    encoding of them (each counter as a signed 64-bit integer, the purpose last).
+    Distinct arguments give independent keys: BLAKE2b digests over an unambiguous encoding (counters as signed 64-bit
+    integers, purpose last).
     """
     if not -(1 << 63) <= seed < 1 << 63:  # any whole number may be a seed
         seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little", signed=True)
@@ -30,15 +30,15 @@ def derive_key(seed: int, purpose: str, *counters: int) -> int:
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """Return a NumPy generator (Philox) that is a function of its arguments alone."""
+    """Create a NumPy generator (Philox) determined by its arguments."""
     return np.random.Generator(np.random.Philox(key=derive_key(seed, purpose, *counters)))
 
 
 def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
-    """Return uniform numbers in [0, 1): ``float64 [len(keys), count]``.
+    """Draw uniform numbers in [0, 1): ``float64 [len(keys), count]``.
 
-    Entry (r, t) is the (start + t)-th output of SplitMix64 (Steele, Lea & Flood 2014) seeded with
-    ``keys[r]``, so it depends on that key and on ``start + t`` alone.
+    Entry (r, t) is SplitMix64 output number start + t (Steele, Lea & Flood 2014), seeded by ``keys[r]``. It depends
+    only on that key and ``start + t``.
     """
     base = np.asarray(list(keys), dtype=np.uint64)[:, None]
     position = np.arange(start + 1, start + count + 1, dtype=np.uint64)[None, :]
@@ -51,5 +51,5 @@ def uniforms(keys: Sequence[int], count: int, start: int = 0) -> np.ndarray:
 
 
 def permutation(seed: int, purpose: str, epoch: int, size: int) -> np.ndarray:
-    """Return the order of ``size`` items in one epoch: a function of (seed, purpose, epoch, size)."""
+    """Shuffle ``size`` items for an epoch, determined by (seed, purpose, epoch, size)."""
     return generator(seed, purpose, epoch).permutation(size)

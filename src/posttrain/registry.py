@@ -1,9 +1,9 @@
-"""The registry of components: the signature is the schema.
+"""Component registry: signatures are schemas.
 
-A decorator registers a function under its own name in a kind (objective, reward, task, ...). Positional parameters are
-what the trainer passes; keyword-only parameters, with their types and defaults, are the function's keys in a recipe.
-A name of the form ``module:function`` is imported, if the user wrote it (``untrusted``). The module of a component is
-imported when the component is first used; torch is not imported here.
+Decorators register functions by name under a kind (objective, reward, task, ...). The trainer passes positional
+parameters; keyword-only parameters become recipe keys, with their types and defaults. Names like ``module:function``
+are imported if written by the user (``untrusted``). Component modules are imported on first use; torch is never
+imported here.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from posttrain.errors import (
 from posttrain.other_names import OTHER_NAMES, answer_component, answer_other_name, answer_spelling, answer_value
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
-# pydantic is imported where options of a recipe are read: a function of a component works without it.
+# pydantic is imported only for reading recipe options; component functions work without it.
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
     from posttrain.option_types import Options
 
-# Components are found where they are defined (``components``); a kind is declared here.
+# Kinds are declared here; ``components`` finds definitions.
 ALL_KINDS = (
     "objective",
     "advantage",
@@ -62,10 +62,10 @@ ALL_KINDS = (
     "dictionary",
 )
 _MODULES = ComponentModules()
-_KEYS_OF_LISTED = {"rewards": "weight", "masks": "divisor"}  # of the components of a list, next to their options
+_KEYS_OF_LISTED = {"rewards": "weight", "masks": "divisor"}  # component lists, given beside their options
 
 
-LEAST_LETTERS_OF_SLIP = 6  # of a name that is compared with the names of other libraries
+LEAST_LETTERS_OF_SLIP = 6  # limit for names checked against other libraries
 
 
 Made = TypeVar("Made")
@@ -73,7 +73,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function. ``traits`` are declared with it, such as ``needs`` (the batch fields that it reads)."""
+    """Registered function. ``traits`` are declared during registration, such as ``needs`` (batch fields it reads)."""
 
     kind: str
     name: str
@@ -92,10 +92,10 @@ class Entry:
 
     @cached_property  # pydantic takes milliseconds
     def options_model(self) -> type[Options]:
-        """The pydantic model of the keyword-only parameters (unknown keys forbidden).
+        """Build a pydantic model from keyword-only parameters, forbidding unknown keys.
 
         Raises:
-            RecipeError: an annotation that is no type, or cannot be evaluated.
+            RecipeError: an annotation is invalid or cannot be evaluated.
         """
         from pydantic import PydanticUserError, create_model
 
@@ -128,12 +128,11 @@ class Entry:
             ) from error
 
     def options(self, options: Mapping[str, object], where: str = "") -> dict[str, Any]:
-        """Return all options with defaults filled in.
+        """Validate options and fill in defaults.
 
         Raises:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
-            UnknownComponent: an option that names a component of another kind (trait ``components``) names none that
-            exists.
+            UnknownComponent: an option (trait ``components``) names a nonexistent component.
         """
         from pydantic import ValidationError
 
@@ -163,7 +162,7 @@ class Entry:
         return complete(filled, place)
 
     def bind(self, options: Mapping[str, object], where: str = "") -> partial[Any]:
-        """Return the function with its options filled in; a parameter ``where`` gets the key of the recipe."""
+        """Bind options to the function; parameters called ``where`` receive the recipe key."""
         place = {}
         if "where" in self.provided:
             place = {"where": where or self.kind}
@@ -171,7 +170,7 @@ class Entry:
 
 
 def _check_component(value: str | Mapping[str, object], kind: str, where: str) -> None:
-    """Refuse what is neither ``auto`` nor a component of the kind."""
+    """Refuse values other than ``auto`` or known components."""
     if value == "auto":
         return
     component: dict[str, object] = {}
@@ -190,10 +189,10 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ALL_KINDS}
 def register(
     kind: str, *, name: str | None = None, **traits: object
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function under its own name in ``kind``.
+    """Register the decorated function by name under ``kind``.
 
     Raises:
-        RecipeError: another module has a component of that name.
+        RecipeError: another module already uses this name.
     """
     assert kind in ALL_KINDS, f"unknown kind {kind!r}"
 
@@ -214,32 +213,32 @@ def register(
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """Return all entries of a kind, by name, in alphabetical order; their modules are imported."""
+    """List a kind's entries alphabetically, importing their modules."""
     for module in dict.fromkeys(_MODULES[kind].values()):
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
 
 
 def built_in(kind: str) -> list[str]:
-    """Return the names of the package's entries of a kind, in the order of the source; nothing is imported."""
+    """List the package's component names for a kind in source order, without imports."""
     return list(_MODULES[kind])
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all entries of a kind, in alphabetical order; nothing is imported."""
+    """List all component names for a kind alphabetically, without imports."""
     return sorted({*_MODULES[kind], *_ENTRIES[kind]})
 
 
 def is_built_in(entry: Entry) -> bool:
-    """Return whether a component is the package's."""
+    """Check if a component belongs to the package."""
     return entry.name in _MODULES[entry.kind]
 
 
 def find(kind: str, name: str, where: str = "") -> Entry:
-    """Return the entry ``name`` of ``kind``; its module alone is imported.
+    """Look up ``name`` under ``kind``, importing only its module.
 
     Raises:
-        UnknownComponent: no such name; the message lists the known names and the nearest one.
+        UnknownComponent: no such name; the message lists known names and the nearest.
         UnallowedCode: a ``module:function`` that was not allowed.
     """
     if ":" in name:
@@ -264,7 +263,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
 
 
 def takes_one(function: Callable[..., object]) -> bool:
-    """Return whether a function can be called with one argument; one of C, which does not say, can, a type cannot."""
+    """Check if a function accepts a single argument. Without a signature, assume True, except for classes."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -277,7 +276,7 @@ def takes_one(function: Callable[..., object]) -> bool:
 
 
 def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
-    """Return the traits of an entry; None for code that was not allowed.
+    """Look up traits; None for unallowed code.
 
     Raises:
         UnknownComponent: no such name.
@@ -288,16 +287,16 @@ def traits_of(kind: str, name: str) -> Mapping[str, object] | None:
 
 
 def kinds_of(name: str) -> list[Entry]:
-    """Return every entry called ``name``, of all kinds."""
+    """Find entries called ``name`` under any kind."""
     return [find(kind, name) for kind in ALL_KINDS if name in names(kind)]
 
 
 def import_component(kind: str, path: str, where: str) -> Entry:
-    """Return the function that ``module:function`` names.
+    """Import ``module:function`` as a component.
 
     Raises:
-        UnallowedCode: it was not allowed.
-        UnknownComponent: it cannot be imported.
+        UnallowedCode: not allowed.
+        UnknownComponent: import failed.
     """
     module_name, _, attribute = path.partition(":")
     place = ""
@@ -326,7 +325,7 @@ def import_component(kind: str, path: str, where: str) -> Entry:
         raise UnknownComponent(f"{place}{kind} {path!r}: {what}") from error
     for entry in _ENTRIES.get(kind, {}).values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
-            return entry  # it registered itself, with its traits
+            return entry  # already registered, including traits
     named = getattr(module, attribute, None)
     if not callable(named):
         from posttrain.option_types import shorten
@@ -339,17 +338,17 @@ def import_component(kind: str, path: str, where: str) -> Entry:
     return Entry(kind, path, named, {})
 
 
-SESSION = "python_session"  # the module in the name of a function that is in no file
-_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # those that Python code gave, by name
+SESSION = "python_session"  # placeholder module for functions without a file
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # functions passed by Python code
 _IS_IMPORTING: ContextVar[bool] = ContextVar("is_importing", default=False)
 
 
 class CalledWhileImported(BaseException):
-    """The end of an import: the module calls a function of ``posttrain.api``, and has defined what stands above."""
+    """Stops an import: the module called a ``posttrain.api`` function, having defined everything above that call."""
 
 
 def stop_import() -> None:
-    """Raise ``CalledWhileImported`` in a module that is being imported for one of its functions."""
+    """Raise ``CalledWhileImported`` while importing a module for its functions."""
     if _IS_IMPORTING.get():
         raise CalledWhileImported
 
@@ -377,20 +376,20 @@ def _import_until_call(name: str) -> ModuleType:
 
 
 def session_functions(text: str) -> list[str]:
-    """Return the functions of this session that the YAML of a recipe names."""
+    """Find session functions named in recipe YAML."""
     return sorted(set(re.findall(rf"{SESSION}:\w+", text)))
 
 
 def is_lost(path: str) -> bool:
-    """Return True for the name of a function that only another Python session knows."""
+    """Check if a name refers to another Python session's function."""
     return path.startswith(f"{SESSION}:") and path not in _FUNCTIONS
 
 
 def name_function(function: Callable[..., Any]) -> str:
-    """Return ``module:function`` for a function, and allow it: from here on the name means this function.
+    """Name a function ``module:function`` and allow it; from now on this name means this function.
 
-    Other processes import its file. One that is in no file (of a notebook, a lambda, inside another function) is
-    called ``python_session:NAME`` and is known to this process alone.
+    Other processes import its file. Functions without a file (notebooks, lambdas, nested functions) become
+    ``python_session:NAME``, known only to this process.
     """
     for path, known in _FUNCTIONS.items():
         if known is function:
@@ -407,7 +406,7 @@ def name_function(function: Callable[..., Any]) -> str:
             called = spec.name
         is_other = getattr(sys.modules.get(called), "__file__", file) != file
         if is_other or code is None or not Path(code.co_filename).is_file():
-            file = None  # the name means another module, or the code is of a notebook
+            file = None  # this name means another module, or the code comes from a notebook
     if file is None or getattr(module, name, None) is not function or not called.replace(".", "").isidentifier():
         plain = f"function_{len(_FUNCTIONS) + 1}"
         if name.isidentifier():
@@ -425,10 +424,10 @@ def name_function(function: Callable[..., Any]) -> str:
 
 
 def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a component; ``where`` is its key in the recipe.
+    """Call a component; ``where`` is its recipe key.
 
     Raises:
-        RunFailure: it raised something else than one of our errors.
+        RunFailure: it raised anything except a posttrain error.
     """
     with failures_of(where):
         return function(*arguments)
@@ -436,10 +435,10 @@ def call(where: str, function: Callable[..., Any], *arguments: object) -> Any:
 
 @contextmanager
 def failures_of(where: str) -> Iterator[None]:
-    """Say which component failed in the block; ``where`` is its key in the recipe.
+    """Name the failing component for errors raised in this block; ``where`` is its recipe key.
 
     Raises:
-        RunFailure: it raised something else than one of our errors.
+        RunFailure: it raised anything except a posttrain error.
     """
     try:
         yield
@@ -450,11 +449,11 @@ def failures_of(where: str) -> Iterator[None]:
 
 
 def construct(where: str, function: Callable[..., Any], kind: type[Made], *arguments: object) -> Made:
-    """Call a component that makes an object of ``kind``; ``where`` is its key in the recipe.
+    """Call a component constructing a ``kind`` object; ``where`` is its recipe key.
 
     Raises:
-        RunFailure: it raised something else than one of our errors.
-        UsageError: it made something else.
+        RunFailure: it raised anything except a posttrain error.
+        UsageError: it returned another type.
     """
     made = call(where, function, *arguments)
     if isinstance(made, kind):
@@ -465,7 +464,7 @@ def construct(where: str, function: Callable[..., Any], kind: type[Made], *argum
 
 
 def describe_result(value: object) -> str:
-    """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
+    """Describe a tensor like ``shape (2, 4)``, anything else by type name."""
     if hasattr(value, "shape"):
         return f"shape {tuple(value.shape)}"
     return type(value).__name__
@@ -480,9 +479,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
-    """Return what an unknown key, option or argument is called here, or the one that was meant, or nothing.
+    """Suggest a replacement for an unknown key, option or argument; empty if nothing fits.
 
-    The table of other libraries' names answers before a similar name of ours, and this before a similar name of theirs.
+    Priority: exact names from other libraries, similar posttrain names, similar names from other libraries.
     """
     answer = answer_other_name(name) or suggest(name, known) or answer_spelling(name)
     if answer or len(name) < LEAST_LETTERS_OF_SLIP:
@@ -496,7 +495,7 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
-    """Return a pydantic error as lines for a user: place, what is wrong, what would work."""
+    """Format a pydantic error, one line per problem: place, cause, remedy."""
     from posttrain.option_types import faults
 
     lines = []
@@ -511,7 +510,7 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
 
 
 def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence[str], hint: str = "") -> str:
-    """Explain what is wrong with a key of the section ``label``, which has the ``known`` keys."""
+    """Explain an invalid key in section ``label``, given its ``known`` keys."""
     from posttrain.option_types import explain_type
 
     if item["type"] == "missing":

@@ -1,7 +1,7 @@
-"""Annotations of a component's arguments: the range of a number, the shape of a tensor.
+"""Annotations for component arguments: number ranges, tensor shapes.
 
-Neither pydantic nor jaxtyping has to be installed to call such a function. pydantic reads ``Range`` where a recipe is
-read; shapes are jaxtyping's where it is there, else the plain tensor type.
+Calling such functions needs neither pydantic nor jaxtyping. pydantic enforces ``Range`` while reading recipes; shapes
+use jaxtyping if installed, else plain tensor types.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The range of a number, in ``Annotated[float, Range(ge=0)]``: at least, more than, at most, less than."""
+    """Number range for ``Annotated[float, Range(ge=0)]``: at least, more than, at most, less than."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
 
-    # The sign by which pydantic knows that iterating gives the constraints.
+    # pydantic uses this flag to iterate over constraints.
     __is_annotated_types_grouped_metadata__: ClassVar[bool] = True
 
     def __iter__(self) -> Iterator[object]:

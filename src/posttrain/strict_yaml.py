@@ -1,7 +1,7 @@
-"""YAML as recipes are written in it: the values that JSON has, read by YAML 1.2's rules, with the line of every key.
+"""Strict YAML for recipes: JSON values under YAML 1.2 rules, tracking line numbers.
 
-PyYAML parses; here are the rules of YAML 1.2 and the limits. What YAML 1.1 and 1.2 read differently is text (``1:30``,
-``on``) or, where a number was surely meant, refused (``010``).
+PyYAML parses; this module adds YAML 1.2 rules and limits. Values differing between YAML 1.1 and 1.2 are read as text
+(``1:30``, ``on``), or refused if surely meant as numbers (``010``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED |= {"false": False, "False": False, "FALSE": False}
 _NAMED |= {f"{sign}.{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in ("inf", "Inf", "INF")}
 _NAMED |= dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan"))
 _OLD_TRUTH = re.compile("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-_OLD_LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # YAML 1.1 breaks lines at them; folded, one of them becomes a space
+_OLD_LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # line breaks in YAML 1.1; folding turns one into a space
 
 
 class OldTruth(str):
@@ -33,10 +33,10 @@ class OldTruth(str):
 
 
 def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
-    """Return the one document in ``text``, and the 1-based line of every dotted key; keys are texts.
+    """Parse a single document, plus 1-based line numbers per dotted key; keys are strings.
 
     Raises:
-        RecipeError: with ``place`` and the line: not YAML, more than plain data, a key twice, too large or too deep.
+        RecipeError: invalid YAML, non-plain data, duplicate keys, or too large or deep. States ``place`` and line.
     """
     try:
         reader = _Reader(text, place)
@@ -54,10 +54,10 @@ def read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
 
 
 def read_option(text: str, key: str) -> object:
-    """Return a value of the command line as YAML; text where it is none.
+    """Parse a command-line value as YAML, falling back to text.
 
     Raises:
-        RecipeError: with the key; too large, too deep, a key twice, or a number that can be read in two ways.
+        RecipeError: too large, too deep, duplicate keys, or an ambiguous number. Names the key.
     """
     try:
         return _Reader(text, f"command line: {key}", has_lines=False).read()
@@ -66,15 +66,15 @@ def read_option(text: str, key: str) -> object:
 
 
 def write_yaml(data: object) -> str:
-    """Return plain data as YAML that ``read_yaml`` reads as the same."""
+    """Dump plain data as YAML that ``read_yaml`` reads back unchanged."""
     return str(yaml.dump(data, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=100))
 
 
 def plain_value(text: str) -> Any:
-    """Return what an unquoted word means: null, a truth value, a number, or itself.
+    """Interpret an unquoted word: null, boolean, number, or text.
 
     Raises:
-        ValueError: a number that could be read in two ways, or of thousands of digits.
+        ValueError: ambiguous number, or thousands of digits.
     """
     number = _NUMBER.fullmatch(text)
     if number is None:
@@ -96,7 +96,7 @@ def plain_value(text: str) -> Any:
 
 
 class _Reader(yaml.SafeLoader):
-    """Builds the values of one document from PyYAML's nodes, with limits and lines."""
+    """Construct values from PyYAML nodes, enforcing limits and recording lines."""
 
     def __init__(self, text: str, place: str, *, has_lines: bool = True) -> None:
         self.place = place
@@ -111,13 +111,13 @@ class _Reader(yaml.SafeLoader):
         super().__init__(text)
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return the tag of a node; unquoted words are left to ``plain_value``."""
+        """Resolve a node's tag, leaving unquoted words to ``plain_value``."""
         if kind is yaml.ScalarNode and implicit[0]:
             return _PLAIN
         return str(super().resolve(kind, value, implicit))
 
     def read(self) -> Any:
-        """Return the document."""
+        """Read the document."""
         try:
             node = None
             if self.check_node():
@@ -188,10 +188,10 @@ class _Reader(yaml.SafeLoader):
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes a text that would be read as something else."""
+    """Quotes texts that would otherwise be misread."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Return the node of a text."""
+        """Represent a string."""
         is_word = type(_NAMED.get(text, text)) is str and not _OLD_TRUTH.fullmatch(text) and not _NUMBER.fullmatch(text)
         if _OLD_LINE_ENDS.search(text):
             style = '"'

@@ -1,12 +1,11 @@
-"""The data types of training, from a row of data to a gradient.
+"""Training data types, from data rows to gradients.
 
-Shape legend, everywhere: B rows, T tokens, G samples per prompt, V vocabulary, U units (rows or
-pairs), K candidate tokens, C classes.
+Shape legend: B rows, T tokens, G samples per prompt, V vocabulary, U units (rows or pairs), K candidate tokens, C
+classes.
 
-The one alignment rule, everywhere: ``x[b, t]`` describes the token *at* t. So
-``logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`` and ``mask[b, 0]`` is False. A mask is
-True where a token is trained. The name of a batch field says who computed it: ``sampler_logprobs``,
-``ref_logprobs``, ``old_logprobs``.
+Alignment rule: ``x[b, t]`` describes the token *at* t. So ``logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`` and
+``mask[b, 0]`` is False. Masks are True at trained tokens. Batch field names say who computed a value:
+``sampler_logprobs``, ``ref_logprobs``, ``old_logprobs``.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# How a completion ended: by its end token, for want of room; of several turns also by the limit of turns, because the
-# environment says that it is over, or because a tool or the environment failed.
+# Finish reasons: end token, or no room left. Multi-turn completions also finish at the turn limit, when an environment
+# is done, or after tool or environment failures.
 Finish = Literal["stop", "length", "out_of_turns", "ended", "tool_failed", "environment_failed"]
-# Those by which a limit of the recipe cuts a completion off, before it or its environment came to an end: of tokens, of
-# turns, of the seconds of a call.
+# Finish reasons caused by recipe limits (tokens, turns, seconds per call) before completion or environment was done.
 TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
-# Batch fields of masks: 1 of tokens that keep their term ``[B, T]``, 1 of tokens that the means divide by ``[B, T]``,
-# and 1 of rows that are only divided by ``[B]``.
+# Mask fields: 1 for tokens keeping their loss term ``[B, T]``, 1 for tokens counted by means ``[B, T]``, 1 for rows
+# counted only in denominators ``[B]``.
 UNMASKED, COUNTED, LEFT_OUT = "unmasked", "counted", "left_out"
 
 if TYPE_CHECKING:
@@ -40,11 +38,11 @@ Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+    """Conversation message. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
 
-    ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools; the messages of the
-    role ``tool`` that follow are their results. ``is_trained``: False where a row says so.
-    ``is_rendered``: a prompt that the prompt template has written already; messages with the same text are equal.
+    ``reasoning``: thinking before the content, if stored separately. ``calls``: tool calls; subsequent ``tool``
+    messages hold their results. ``is_trained``: False if the row says so. ``is_rendered``: already formatted by the
+    prompt template; ignored when comparing messages.
     """
 
     role: str
@@ -57,7 +55,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Return the text of the assistant without its calls: the reasoning between tags, then the content."""
+        """Format assistant text without calls: tagged reasoning, then content."""
         if self.reasoning is None:
             return self.content
         return f"<think>\n{self.reasoning}\n</think>\n\n{self.content}"
@@ -65,11 +63,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A given answer to an example's messages, with what is known about its worth.
+    """Given response to an example, plus known quality.
 
-    ``score``: higher is better; of a judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (a class
-    each, None without a label) are for process supervision; ``text`` is then the steps joined. With an ``answer``,
-    ``text`` is the reasoning alone. ``ids``: the sampled tokens, used where they decode to the text.
+    ``score``: higher is better; judged responses use 1 for desirable, 0 for undesirable. ``steps`` and
+    ``step_labels`` (one class per step, None if unlabeled) support process supervision; ``text`` then joins the
+    steps. If ``answer`` is set, ``text`` contains only reasoning. ``ids``: sampled tokens, used if they decode to
+    this text.
     """
 
     text: str
@@ -82,21 +81,21 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One item of a task, for SFT, preferences, reinforcement learning and evaluation.
+    """Task item for SFT, preferences, reinforcement learning and evaluation.
 
     Attributes:
         id: unique and stable within its task (``stories/train/17``).
-        answer: the gold answer; ``solution``: the worked reasoning that leads to it, without the answer line.
-        responses: given answers with their worth: a pair, judged answers, labelled solutions.
-        grader: the component that says whether an answer is right.
-        demonstration: a whole response to imitate, in place of answer and solution.
-        turns: before the answer in a demonstration that uses tools.
-        conversation: all messages of a row that ends with the assistant's; ``messages``, ``turns`` and
-            ``demonstration`` are then its parts.
-        variables: what the row passes to the chat template, such as its ``tools``.
-        margin: of a pair whose row states it; otherwise the difference of the scores.
-        is_conversation: the row has its prompt as messages, so that rewards in TRL's form get messages.
-        columns: keys of the row that were read, as the row has them, for rewards in TRL's form.
+        answer: gold answer; ``solution``: worked reasoning leading to it, without the answer line.
+        responses: given responses plus quality: pairs, judged responses, labeled solutions.
+        grader: component checking correctness.
+        demonstration: complete response to imitate, replacing answer and solution.
+        turns: tool-use turns preceding a demonstration's final response.
+        conversation: the row's full messages, ending with an assistant message; ``messages``, ``turns`` and
+            ``demonstration`` are then derived from it.
+        variables: chat template variables, such as ``tools``.
+        margin: preference margin if stated; otherwise scores are subtracted.
+        is_conversation: the prompt was given as messages, so TRL-style rewards receive messages.
+        columns: original row values for keys that were read, passed to TRL-style rewards.
     """
 
     id: str
@@ -117,11 +116,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """The tokens that truncation (top-k, top-p, min-p) kept at each id of a completion, as compressed sparse rows.
+    """Tokens kept by truncation (top-k, top-p, min-p) per completion id, as compressed sparse rows.
 
-    Id t was drawn from ``ids[offsets[t]:offsets[t + 1]]``, in ascending order; ``offsets`` has one number more than the
-    completion has ids. An empty set is the whole vocabulary: the id was not drawn, as an environment's. ``num_cut``:
-    sets that would be larger without the engine's bound.
+    Id t was drawn from ``ids[offsets[t]:offsets[t + 1]]``, sorted ascending; ``offsets`` has one more entry than the
+    completion. Empty sets mean the whole vocabulary, for ids that were not drawn (environment output). ``num_cut``:
+    sets truncated by an engine limit.
     """
 
     ids: tuple[int, ...]
@@ -129,28 +128,28 @@ class KeptSets:
     num_cut: int = 0
 
     def at(self, t: int) -> tuple[int, ...]:
-        """Return the set of id ``t``."""
+        """Look up the set for id ``t``."""
         return self.ids[self.offsets[t] : self.offsets[t + 1]]
 
     @property
     def counts(self) -> list[int]:
-        """The size of each set."""
+        """Set sizes."""
         return [end - start for start, end in pairwise(self.offsets)]
 
     @classmethod
     def of_counts(cls, ids: Sequence[int], counts: Iterable[int], num_cut: int = 0) -> KeptSets:
-        """Return the sets of these sizes that follow one another in ``ids``."""
+        """Build from concatenated ``ids`` plus set sizes."""
         return cls(tuple(ids), tuple(accumulate(counts, initial=0)), num_cut)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The sampled answer to one prompt.
+    """Sampled answer to a prompt.
 
-    ``ids`` include the end token when ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) are taken at the sampling
-    temperature: of the whole distribution, before truncation by top-k or top-p, or with ``kept`` of what truncation
-    left. ``version``: number of updates of the weights that drew them. ``own``: of several turns, which ids the model
-    wrote; the environment's have log-probability 0. None: all. ``kept``: None if they were not asked for.
+    ``ids`` include the end token if ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) use the sampling
+    temperature. They refer to the whole distribution before top-k or top-p, or, given ``kept``, to the truncated
+    distribution. ``version``: weight update count at sampling time. ``own``: marks model-generated ids in multi-turn
+    completions (None: all); environment ids have log-probability 0. ``kept``: None unless requested.
     """
 
     ids: tuple[int, ...]
@@ -167,26 +166,26 @@ class Completion:
 
     @property
     def num_own(self) -> int:
-        """Return the number of ids that the model wrote."""
+        """Count model-generated ids."""
         if self.own is None:
             return len(self.ids)
         return sum(self.own)
 
     @property
     def written(self) -> tuple[bool, ...]:
-        """Return True for each id that the model wrote: these are trained."""
+        """Flag model-generated ids, which are trained."""
         if self.own is None:
             return (True,) * len(self.ids)
         return self.own
 
 
-# How a call of a tool ended: it answered; it raised; it is no call; there is no such tool; it took too long.
+# Tool call outcomes: answered, raised, malformed, unknown tool, timed out.
 CallOutcome = Literal["ok", "failed", "malformed", "unknown", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool as the model wrote it, and the result that it got."""
+    """Tool call as generated, plus its result."""
 
     tool: str
     raw_arguments: str
@@ -196,9 +195,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a completion: what the model wrote (as in ``Rollout.text``), and the calls in it.
+    """Single turn: model output (like ``Rollout.text``) and its tool calls.
 
-    ``reward``: what the environment paid for it, None where it says nothing of turns.
+    ``reward``: paid by the environment, None unless it rewards turns.
     """
 
     text: str
@@ -208,16 +207,15 @@ class Turn:
 
 @dataclass(slots=True)
 class Rollout:
-    """A completion with its text, its reward parts (unweighted) and their weighted sum.
+    """Completion plus text, unweighted reward parts, and weighted reward sum.
 
-    ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) and the decoded completion without
-    its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
-    ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
-    last). ``failures``: of the environment; one that failed to the end is no sample of anything. ``feedback``: what
-    the environment says of it to a teacher. ``skipped``: rewards in TRL's form that returned None for it, which have no
-    part. ``is_scored``: False if all of the recipe's did; it is then not compared with its group, and its advantage is
-    0. ``extra``: columns that rewards logged (``log_extra``). ``logged``: of the first answer of a batch, the values of
-    metrics that rewards logged (``log_metric``).
+    ``text`` is graded: template opening (``<think>`` for r1_zero) plus decoded completion, without end token.
+    ``extracted``: graded answer. ``outcome``: grader verdict (``right``, ``wrong``, ``no_answer``, ``ungraded``,
+    ``timeout``, ``crash``). ``turns``: all environment turns (``text`` is the last). ``failures``: environment errors;
+    rollouts whose environment kept failing are not used as samples. ``feedback``: environment comments for a teacher.
+    ``skipped``: TRL-style rewards returning None, which contribute no part. ``is_scored``: False if all rewards were
+    skipped; such rollouts are excluded from group comparison, with advantage 0. ``extra``: logged reward columns
+    (``log_extra``). ``logged``: reward metrics (``log_metric``), stored on a batch's first answer.
     """
 
     example: Example
@@ -243,17 +241,16 @@ class Rollout:
 
     @property
     def has_failed(self) -> bool:
-        """True if the environment failed to the end."""
+        """True if the environment kept failing."""
         return self.completion.finish == "environment_failed"
 
 
 @dataclass(slots=True)
 class Sample:
-    """One row of training: token ids, the trained positions, and numbers that travel with them.
+    """Training row: token ids, trained positions, accompanying numbers.
 
-    ``prefix`` leading tokens are the same for all rows with the same ``group`` (the prompt), so
-    that the forward pass may compute them once. ``fields`` hold one float per token or one
-    float for the row. ``kept``: the sets of the last ids, which are those of a completion.
+    Rows sharing a ``group`` (prompt) have identical first ``prefix`` tokens, so the forward pass may compute these
+    once. ``fields`` hold a float per token or per row. ``kept``: truncation sets for the trailing completion ids.
     """
 
     ids: Sequence[int]
@@ -266,10 +263,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The sets of tokens from which the tokens of a batch were drawn, on the CPU.
+    """Truncation sets for batch tokens, on the CPU.
 
-    Token t of row b: ``ids[starts[b, t] : starts[b, t] + counts[b, t]]``. ids ``int32 [N]``; starts, counts
-    ``int64 [B, T]``; a count of 0 is the whole vocabulary.
+    Row b, token t: ``ids[starts[b, t] : starts[b, t] + counts[b, t]]``. ids ``int32 [N]``; starts, counts
+    ``int64 [B, T]``; count 0 means the whole vocabulary.
     """
 
     ids: Tensor
@@ -281,12 +278,12 @@ class KeptRows:
         return KeptRows(self.ids, self.starts[index, :width], self.counts[index, :width])
 
     def moved(self, mask: Tensor, to: Tensor) -> KeptRows:
-        """Return the sets of the tokens of ``mask`` at those of the mask ``to [B, T']``, which are the same tokens."""
+        """Move sets from ``mask`` positions to ``to [B, T']`` positions, which hold identical tokens."""
         starts, counts = (x.new_zeros(to.shape).masked_scatter(to, x[mask]) for x in (self.starts, self.counts))
         return KeptRows(self.ids, starts, counts)
 
     def dense(self, mask: Tensor) -> Tensor:
-        """``int32 [M, K]``: the sets of the M tokens of ``mask [B, T]`` in row-major order, filled up with -1."""
+        """Build ``int32 [M, K]`` sets for M tokens in ``mask [B, T]``, row-major, padded by -1."""
         import torch
 
         starts, counts = self.starts[mask], self.counts[mask]
@@ -298,11 +295,11 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """Rules of sampling that change logits as a function of the tokens before.
+    """Sampling rules that modify logits based on preceding tokens.
 
-    repetition_penalty: of tokens that prompt or answer have already, logits above 0 are divided by it and others
-    multiplied with it (Keskar et al. 2019, section 4.1, with the sign as in transformers and vLLM); 1 is none.
-    barred_ids: have probability 0 where the batch field ``barred`` is 1 (an answer that may not end yet).
+    repetition_penalty: for tokens already present, divides positive logits and multiplies negative ones (Keskar et al.
+    2019, section 4.1, sign handling as in transformers and vLLM); 1 disables it. barred_ids: probability 0 where batch
+    field ``barred`` is 1 (answers not yet allowed to end).
     """
 
     repetition_penalty: float = 1.0
@@ -311,15 +308,14 @@ class LogitRules:
 
 @dataclass(slots=True)
 class Batch:
-    """Rows of equal padded length T.
+    """Rows padded to a common length T.
 
     tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix ``int64 [B]``; fields:
-    ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the aggregation over the whole optimizer batch):
-    ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
-    chosen then rejected; the rows of a unit stay together and in order. ``answers`` ``int64 [B]``: the place of each
-    row's answer among all that were sampled for the batch, or of the row in its data; None where nobody asks. ``kept``:
-    log-probabilities are over these sets; None: over the whole vocabulary. ``rules``: of the sampler, under which
-    log-probabilities are.
+    ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by aggregation over the whole optimizer batch):
+    ``float32 [B, T]`` for token objectives, ``[U]`` for unit objectives. ``rows_per_unit``: 1, or 2 for pairs
+    (chosen, then rejected); units stay together, in order. ``answers`` ``int64 [B]``: index among the batch's sampled
+    answers, or within the data; None if unused. ``kept``: log-probabilities range over these sets; None: whole
+    vocabulary. ``rules``: sampling rules applied to log-probabilities.
     """
 
     tokens: Tensor
@@ -340,23 +336,23 @@ class Batch:
 
     @property
     def unit_mask(self) -> Tensor:
-        """``bool [U, T]``: the trained positions of each unit, in any of its rows."""
+        """``bool [U, T]``: positions trained in any row, per unit."""
         return self.mask.unflatten(0, (-1, self.rows_per_unit)).any(dim=1)
 
     @property
     def trained_mask(self) -> Tensor:
-        """``bool [B, T]``: the mask without the rows that are only divided by (``left_out``)."""
+        """``bool [B, T]``: the mask, minus rows counted only in denominators (``left_out``)."""
         if LEFT_OUT not in self.fields:
             return self.mask
         return self.mask & (self.fields[LEFT_OUT] == 0)[:, None]
 
     def field(self, name: str) -> Tensor:
-        """Return the batch field ``name``; an objective that reads it lists it in its ``needs``."""
+        """Look up a batch field; objectives list required fields in ``needs``."""
         assert name in self.fields, f"batch field {name!r} was not filled; there are {sorted(self.fields)}"
         return self.fields[name]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """Return the given rows, in order, trimmed to their longest length; units must be whole."""
+        """Select rows in order, trimming padding; units must be whole."""
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long, device=self.tokens.device)
@@ -397,7 +393,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on another device; float64 becomes float32 where the device has none."""
+        """Move to another device; float64 becomes float32 if unsupported."""
         weights = self.weights
         if weights is not None:
             weights = _moved(weights, device)
@@ -414,7 +410,7 @@ class Batch:
 
 
 def with_float64(x: Tensor) -> Tensor:
-    """``x`` where it can be float64: as it is; from an Apple GPU (mps), which has no float64, on the CPU."""
+    """Move ``x`` to a device supporting float64: from Apple GPUs (mps) to CPU, else unchanged."""
     if x.device.type != "mps":
         return x
     return x.cpu()
@@ -429,12 +425,12 @@ def _moved(x: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass(slots=True)
 class Outputs:
-    """The forward pass's results for an objective.
+    """Forward pass results passed to objectives.
 
-    logprobs ``float32 [B, T]``, zero where the mask is False; entropy ``float32 [B, T]`` of the distribution of each
-    token (no gradient unless the objective asks for it). scores ``float32 [B, T]`` (``[B, T, C]`` for C classes): of a
-    value head, the value of the state *before* token t; of a reward head, the score read *at* token t.
-    candidate_logprobs ``float32 [B, T, K]`` of the tokens in the field ``teacher_ids``.
+    logprobs ``float32 [B, T]``, zero outside the mask; entropy ``float32 [B, T]`` per token (detached unless an
+    objective requests gradients). scores ``float32 [B, T]`` (``[B, T, C]`` for C classes): value heads score the
+    state *before* token t; reward heads score *at* token t. candidate_logprobs ``float32 [B, T, K]`` for tokens in
+    field ``teacher_ids``.
     """
 
     logprobs: Tensor
@@ -445,9 +441,9 @@ class Outputs:
 
 @dataclass(slots=True)
 class Loss:
-    """The values of an objective, which never reduces: ``[B, T]`` for token objectives, ``[U]`` for rows and pairs.
+    """Unreduced objective values: ``[B, T]`` for token objectives, ``[U]`` for rows and pairs.
 
-    metrics: tensors of the same shape, averaged over all trained tokens or units of the optimizer batch in float64.
+    metrics: tensors of equal shape, averaged in float64 over trained tokens or units in the optimizer batch.
     """
 
     values: Tensor
@@ -488,7 +484,7 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
 
 
 def _collate_kept(samples: Sequence[Sample], padded: Callable[..., Tensor]) -> KeptRows | None:
-    """Return the sets of the rows; None if they have none."""
+    """Combine row sets; None without any."""
     import torch
 
     if samples[0].kept is None:

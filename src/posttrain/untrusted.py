@@ -1,22 +1,26 @@
-"""Untrusted text and code: what a model wrote, and what a run, a recipe or a data file says.
+"""Untrusted text and code: model output, plus content from runs, recipes and data files.
 
-Text: control characters and those that turn the reading direction or have no width are written out (``harmless``),
-also on the standard streams (``guard_output``). In Markdown it is never markup, HTML or a link.
+Text: control, bidirectional and zero-width characters are escaped (``harmless``), including on standard streams
+(``guard_output``). Markdown output never interprets it as markup, HTML or links.
 
-Code: opening a run imports nothing. A ``module:function`` is imported only if the command line allowed it
-(``--objective mine:surprised``, ``--allow-code mine:surprised``), or a recipe file that the user trains. The Python of
-a model runs only with ``--trust-remote-code``.
+Code: opening runs imports nothing. ``module:function`` is imported only if allowed on the command line
+(``--objective mine:surprised``, ``--allow-code mine:surprised``) or by a recipe file being trained. Commands started by
+recipes follow the same rule (``--allow-code 'command=python server.py'``). Python code inside models runs only under
+``--trust-remote-code``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -25,7 +29,7 @@ from posttrain.errors import RecipeError, UnallowedCode
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-MAX_SHOWN = 1 << 22  # characters of others on one page: more take a minute to draw, and nobody reads them
+MAX_SHOWN = 1 << 22  # untrusted characters per page: more take a minute to draw, and go unread
 # A joiner (U+200C, U+200D) belongs between letters of some scripts and in emoji; elsewhere it hides.
 _JOINED = "[^\x00-\u024f\\s\u200c\u200d]"
 _SELECTOR = "[\ufe00-\ufe0f\U000e0100-\U000e01ef]"
@@ -51,13 +55,13 @@ def harmless(text: str) -> str:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first fault of a document that was checked: its place and what is wrong."""
+    """Describe a document's first validation error: place and problem."""
     fault = error.errors()[0]
     return harmless(f"{'.'.join(map(str, fault['loc'])) or 'all of it'}: {fault['msg']}")[:200]
 
 
 def describe_fault(error: ValidationError) -> str:
-    """Return the first fault of a document, and what it had there."""
+    """Describe a document's first validation error, including the value found."""
     fault = error.errors(include_url=False)[0]
     if fault["type"] == "missing":
         return first_fault(error)
@@ -72,7 +76,7 @@ def cut_end(text: str, limit: int) -> str:
 
 
 def harmless_json(content: str) -> str:
-    """Return JSON text with these characters as escapes of JSON: it may be shown, and is read as before."""
+    """Escape harmful characters in JSON text, which then displays safely and parses identically."""
     return _HIDDEN.sub(lambda match: match[1] or _json_escape(match[0]), content)
 
 
@@ -82,7 +86,7 @@ def _json_escape(character: str) -> str:
 
 
 def fitting(texts: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that shortens each of ``texts`` to its two ends where all together do not fit on one page."""
+    """Build a function shortening each text to both ends, if ``texts`` together exceed a page."""
     room = sum(len(text) for text in texts)
     if room > MAX_SHOWN:
         room = MAX_SHOWN // len(texts)
@@ -106,15 +110,15 @@ def note_output() -> None:
 
 
 def seconds_since_output() -> float:
-    """Return the seconds since something was printed through a guarded stream or a console of ours."""
+    """Seconds since anything was printed through guarded streams or posttrain consoles."""
     return time.monotonic() - _LAST_OUTPUT[0]
 
 
 class HarmlessStream:
-    """A text stream through which only harmless text passes; in all else it is the stream behind it.
+    """Text stream wrapper that escapes harmful text; otherwise behaves like the wrapped stream.
 
-    ``rich_proxied_file`` is that stream: rich, whose colours are ours, writes to it directly (and has its own check).
-    Progress bars of tqdm keep their carriage return and their steps up, but not what else stands in them.
+    ``rich_proxied_file`` is the wrapped stream: rich emits posttrain's colors and has separate checks, so it writes
+    there directly. tqdm progress bars keep carriage returns and cursor-up sequences; the rest is escaped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -133,7 +137,7 @@ class HarmlessStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of ``lines``."""
+        """Write several lines."""
         for line in lines:
             self.write(line)
 
@@ -142,10 +146,10 @@ class HarmlessStream:
 
 
 def guard_output() -> None:
-    """Let only harmless text reach standard output and standard error from here on.
+    """Guard standard output and standard error against harmful text from now on.
 
-    They stay guarded when a command ends: the interpreter prints the last traceback after that. A stream that cannot
-    show a character (a terminal without Unicode) shows "?" instead of failing.
+    Guards stay after commands end, because the interpreter prints final tracebacks later. If a terminal lacks Unicode
+    support, unsupported characters become "?" instead of failing.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -157,12 +161,12 @@ def guard_output() -> None:
 
 
 def plain(text: str) -> str:
-    """Return text for one line or a cell of a table: no link, image, HTML, code or further cell begins in it."""
+    """Escape text for a single line or table cell: no links, images, HTML, code or cell separators."""
     return _MARKUP.sub(r"\\\1", _CONTROLS.sub(" ", text))
 
 
 def paragraph(text: str) -> str:
-    """Return text for a paragraph of its own: no heading, list, quotation or front matter either."""
+    """Escape text for a separate paragraph: additionally no headings, lists, quotes or front matter."""
     shown = plain(" ".join(text.split()))
     block = _BLOCK.match(shown)
     if not block:
@@ -176,7 +180,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def code(text: str) -> str:
-    """Return text as code within a line; no backtick in it can end it."""
+    """Format text as inline code that backticks cannot end."""
     shown = _CONTROLS.sub(" ", text).replace("|", "¦")
     fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
     if shown.startswith("`") or shown.endswith("`"):
@@ -193,31 +197,40 @@ _KINDS: dict[int, FileKind] = {
 
 
 def kind_of_file(path: str | Path) -> FileKind:
-    """Return the kind of file that a path leads to; ``nothing`` if none can be reached."""
+    """Determine a path's file kind, following links; ``nothing`` if unreachable."""
     try:
         mode = Path(path).stat().st_mode
-    except (OSError, ValueError):  # no such file, a circle of links, a name too long, a NUL in it
+    except (OSError, ValueError):  # missing file, symlink loop, overlong name, or NUL
         return "nothing"
     return _KINDS.get(stat.S_IFMT(mode), "device")
 
 
 ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
+COMMAND = "command="  # prefix for commands in ``--allow-code``, followed by shell words
 REMOTE_CODE = "trust_remote_code"
 STORED_RECIPE = "recipe.yaml"
 _PLAN = "sweep.yaml"
-# What stands next to a recipe in a run, and next to a plan in a comparison.
+# Files found beside a run's recipe or a comparison's plan.
 _RECORDS = ("status.json", "env.json", "checkpoints", "cells")
 _NAME = re.compile(r"(?<![\w./])[^\W\d][\w.]*:[^\W\d]\w*(?![\w:])")
 
-_FOLDERS: dict[str, tuple[str, ...]] = {}  # declared names, and where their modules are looked for
+_FOLDERS: dict[str, tuple[str, ...]] = {}  # declared names, with module search folders
 _IMPORTED: set[str] = set()
 _REMOTE_CODE = [False]
 
 
 def declare_code(content: object, *folders: str | Path) -> None:
-    """Allow every ``module:function`` in ``content`` (text, or plain data of a document), from these folders on."""
+    """Allow code named in ``content`` (text or plain data).
+
+    This covers every ``module:function``, searched in these folders, and every word list under a ``command`` key.
+    """
     places = [os.path.abspath(folder) for folder in folders]
+    for words in _commands(content):
+        _FOLDERS[command_name(words)] = ()
     for text in _texts(content):
+        if text.startswith(COMMAND):
+            _FOLDERS[text] = ()
+            continue
         for name in _NAME.findall(text):
             _FOLDERS[name] = tuple(dict.fromkeys((*_FOLDERS.get(name, ()), *places)))
 
@@ -225,12 +238,17 @@ def declare_code(content: object, *folders: str | Path) -> None:
 def declare_from_command_line(
     arguments: Iterable[str], allowed: Iterable[str] = (), *, trust_remote_code: bool = False
 ) -> None:
-    """Allow what was typed; ``allowed`` are ``module:function`` or ``module:function@FOLDER`` (``--allow-code``).
+    """Allow code named on the command line.
+
+    ``allowed`` (``--allow-code``): ``module:function``, ``module:function@FOLDER`` or ``command=WORDS``.
 
     Raises:
-        UnallowedCode: one of ``allowed`` is no such name, or its folder is not there.
+        UnallowedCode: an ``--allow-code`` entry is malformed, or its folder is missing.
     """
     for text in allowed:
+        if text.startswith(COMMAND):
+            _allow_command(text)
+            continue
         name, at, folder = text.partition("@")
         if not _NAME.fullmatch(name):
             raise UnallowedCode(f"{ALLOW_CODE} {text!r}: give the name that the message shows, as module:function")
@@ -239,15 +257,62 @@ def declare_from_command_line(
         if not at:
             folder = os.getcwd()
         declare_code(name, folder)
-    declare_code([text for text in arguments if "@" not in text], os.getcwd())
+    words = list(arguments)
+    declare_code([text for text in words if "@" not in text], os.getcwd())
+    declare_commands(pairwise([*words, ""]))
     _REMOTE_CODE[0] = trust_remote_code
 
 
-def prepare_import(name: str, place: str) -> None:
-    """Make the module of ``module:function`` importable from where it was declared. ``place`` begins the message.
+def declare_commands(typed: Iterable[tuple[str, str]]) -> None:
+    """Allow commands given under ``--tools`` keys; ``typed`` pairs each command-line word with its successor."""
+    from posttrain.strict_yaml import read_yaml
+
+    for word, following in typed:
+        key, equals, text = word.partition("=")
+        if not key.startswith("--tools"):
+            continue
+        if not equals:
+            text = following
+        with suppress(RecipeError):  # the reader reports this later
+            content, _ = read_yaml(text, key)
+            declare_code({key.rpartition(".")[2]: content})
+
+
+def command_name(words: Sequence[str]) -> str:
+    """Format a command's name for ``--allow-code``."""
+    return COMMAND + shlex.join(words)
+
+
+def _allow_command(text: str) -> None:
+    try:
+        words = shlex.split(text.removeprefix(COMMAND))
+    except ValueError as error:
+        raise UnallowedCode(
+            f"{ALLOW_CODE} {text!r}: no shell reads this ({error}); quote it as in the message"
+        ) from None
+    _FOLDERS[command_name(words)] = ()
+
+
+def prepare_command(words: Sequence[str], place: str) -> None:
+    """Record that a declared command is started. ``place`` prefixes error messages.
 
     Raises:
-        UnallowedCode: nobody declared it.
+        UnallowedCode: not declared.
+    """
+    name = command_name(words)
+    if name not in _FOLDERS:
+        raise UnallowedCode(
+            f"{place}: {shlex.join(words)!r} is a command that a stored recipe starts, and opening a run starts none. "
+            f"If you trust it, name it: {ALLOW_CODE} {shlex.quote(name)}"
+        )
+    _IMPORTED.add(name)
+
+
+def prepare_import(name: str, place: str) -> None:
+    """Make a declared ``module:function`` importable. ``place`` prefixes error messages.
+
+    Raises:
+        UnallowedCode: not declared.
     """
     if not _NAME.fullmatch(name):
         raise UnallowedCode(
@@ -259,29 +324,31 @@ def prepare_import(name: str, place: str) -> None:
             f"it, name it: {ALLOW_CODE} {name} (its module is looked for in the working directory, or where "
             f"{ALLOW_CODE} {name}@FOLDER says)"
         )
-    for folder in reversed(_FOLDERS[name]):  # the first one is looked through first
+    for folder in reversed(_FOLDERS[name]):  # earlier folders take precedence
         if folder not in sys.path:
             sys.path.insert(0, folder)
     _IMPORTED.add(name)
 
 
 def is_declared(name: str) -> bool:
-    """Return True for the name of a component that may be used: any but an undeclared ``module:function``."""
+    """Check if a component name may be used: anything except undeclared ``module:function``."""
     return ":" not in name or name in _FOLDERS
 
 
 def declared_code() -> dict[str, list[str]]:
-    """Return every name that may be imported here, with its folders: for another process of the same run."""
+    """List importable names and folders, for another process in the same run."""
     return {name: list(folders) for name, folders in _FOLDERS.items()}
 
 
 def allow_code_options(near: str | None = None) -> list[str]:
-    """Return the options with which another command of ours may import what this process has imported.
+    """Build options letting another posttrain command import everything this process imported.
 
-    ``near``: a folder that is left out, for a command that is typed there.
+    ``near``: omit this folder, because that command is typed there.
     """
     words = []
     for name in sorted(_IMPORTED):
+        if name.startswith(COMMAND):
+            words += [ALLOW_CODE, name]
         for folder in _FOLDERS[name]:
             words.append(ALLOW_CODE)
             if folder == near:
@@ -294,14 +361,14 @@ def allow_code_options(near: str | None = None) -> list[str]:
 
 
 def trusts_remote_code() -> bool:
-    """Return True if the command line has ``--trust-remote-code``."""
+    """Check if the command line has ``--trust-remote-code``."""
     return _REMOTE_CODE[0]
 
 
 def is_stored(place: str | Path) -> bool:
-    """Return True if a document is part of a run or sweep, and False for a recipe that somebody keeps to train by.
+    """Check if a document belongs to a run or sweep, rather than being a user's recipe.
 
-    ``recipe.yaml`` is what makes a folder a run; any other file counts as stored where a run's records lie with it.
+    ``recipe.yaml`` always counts as stored; other files count if run records exist beside them.
     """
     path = Path(place)
     return any(_is_record(form) for form in (path, path.resolve()))
@@ -318,12 +385,12 @@ def _is_record(path: Path) -> bool:
 
 
 def refuse_remote_code(document: object, overridden: Collection[str], place_of: Callable[[str], str]) -> None:
-    """Refuse ``trust_remote_code: true`` anywhere in a document, but for keys of the command line (``overridden``).
+    """Refuse ``trust_remote_code: true`` in a document, except keys set on the command line (``overridden``).
 
-    ``place_of`` a dotted key is what the message begins with.
+    ``place_of`` maps a dotted key to the message prefix.
 
     Raises:
-        RecipeError: a file asks for it, and the command line does not.
+        RecipeError: requested by a file, but not on the command line.
     """
     keys = [key for key in _remote_code_keys(document) if key not in overridden]
     if keys and not trusts_remote_code():
@@ -334,7 +401,7 @@ def refuse_remote_code(document: object, overridden: Collection[str], place_of: 
 
 
 def without_remote_code(document: object) -> Any:
-    """Return the document without any ``trust_remote_code``."""
+    """Copy a document, dropping ``trust_remote_code`` everywhere."""
     if isinstance(document, Mapping):
         return {key: without_remote_code(value) for key, value in document.items() if key != REMOTE_CODE}
     if isinstance(document, list):
@@ -354,6 +421,18 @@ def _remote_code_keys(document: object, prefix: str = "") -> Iterator[str]:
         yield from _remote_code_keys(value, f"{prefix}{key}.")
 
 
+def _commands(content: object) -> Iterator[list[str]]:
+    """Yield word lists found under ``command`` keys."""
+    if isinstance(content, Mapping):
+        for key, item in content.items():
+            if key == "command" and isinstance(item, list) and all(isinstance(word, str) for word in item):
+                yield item
+            yield from _commands(item)
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from _commands(item)
+
+
 def _texts(content: object) -> Iterator[str]:
     if isinstance(content, str):
         yield content
@@ -366,14 +445,14 @@ def _texts(content: object) -> Iterator[str]:
 
 
 def entries_of(value: object) -> list[Any]:
-    """Return the entries of a list that a file should hold; none if it is something else."""
+    """Read an expected list; empty if the value is anything else."""
     if isinstance(value, list):
         return value
     return []
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return the fields of an object that a file should hold; none if it is something else."""
+    """Read an expected object; empty if the value is anything else."""
     if isinstance(value, dict):
         return value
     return {}

@@ -48,7 +48,7 @@ def make_pages(text: str) -> dict[str, str]:
     stage = ReportStage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
     free = TranscriptAnswer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
-    report = RunReport(text, text, [stage], text, [chapter], transcripts, text, where, info, primary)
+    report = RunReport(text, text, [stage], text, [chapter], transcripts, text, where, info, primary, transcripts)
     with patch("posttrain.reports.sweep_page._part_panels", return_value=[panel]):
         page_of_sweep = render_sweep(sweep)
     return {"sweep": page_of_sweep, "report": render_report(report), "shell": render("page.jinja", title=text)}

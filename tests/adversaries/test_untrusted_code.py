@@ -15,6 +15,7 @@ import pytest
 import yaml
 from untrusted_sources import CODE, make_evil, plain_recipe
 
+import fake_mcp
 from posttrain import registry
 from posttrain import untrusted as consent
 from posttrain.cli import build_parser, main
@@ -22,7 +23,7 @@ from posttrain.errors import UnallowedCode
 from refusing import refuses
 
 # Recipes of strangers: the words that training alone needs, those that answering needs, those of a mixture, those of
-# completions of several turns, and of a game that is shown.
+# completions of several turns, and of a server of tools.
 TRAINS = {
     "objective": CODE,
     "advantage": CODE,
@@ -34,6 +35,7 @@ TRAINS = {
 ANSWERS = {"task": CODE, "prompt": {"template": CODE}, "rewards": [CODE, {"name": "correct", "mode": CODE}]}
 MIXES = {"task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]}}
 PLAYS = {"environment": CODE, "tools": [CODE]}
+STARTS = {"tools": [{"name": "mcp", "command": ["touch", "it-ran"]}]}
 
 SHORT = ["--max-tokens", "4"]
 # Every command that may meet a run, as it would be typed; those that need none say so with an empty list.
@@ -91,12 +93,12 @@ COMMANDS: dict[str, list[list[str]]] = {
     "runs resume": [["evil"], ["evil", "--steps", "3"]],
     "runs manage": [[]],
 }
-KINDS = {"trains": TRAINS, "answers": ANSWERS, "mixes": MIXES, "plays": PLAYS}
+KINDS = {"trains": TRAINS, "answers": ANSWERS, "mixes": MIXES, "plays": PLAYS, "starts": STARTS}
 # Every command meets the recipe whose names answering needs, too; the other kinds meet those commands that read more.
 CASES = [("answers", name, arguments) for name, several in COMMANDS.items() for arguments in several]
 CASES += [
     (kind, name, COMMANDS[name][place])
-    for kind in ("trains", "mixes", "plays")
+    for kind in ("trains", "mixes", "plays", "starts")
     for name, place in (("train", 3), ("sweep", 2), ("evaluate", 0), ("runs show", 0), ("runs resume", 0))
 ]
 CASES.append(("plays", "train", ["runs/evil/better.yaml", "--dry-run"]))
@@ -180,6 +182,21 @@ def test_the_payload_would_run(place: Path) -> None:
     consent.declare_code(CODE, place)
     registry.find("objective", CODE, "objective")
     assert marker.exists()
+
+
+def test_a_command_of_a_stranger_s_run_is_started_once_it_is_allowed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = fake_mcp.installed(monkeypatch)
+    lay_out(place, STARTS)
+    asked = ["evil", "--limit", "2", *SHORT, "--out", "out"]
+    for command, arguments in (("runs resume", ["evil"]), ("evaluate", asked)):
+        assert run(command, arguments, monkeypatch) == 2
+        assert "tools.0.command: 'touch it-ran' is a command that a stored recipe starts" in capsys.readouterr().err
+    assert server.started == []
+    assert run("evaluate", [*asked, "--allow-code", "command=touch it-ran"], monkeypatch) == 0
+    assert server.started == [["touch", "it-ran"]]
+    assert server.opened == server.closed == 1
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,6 @@ def test_fields_that_differ_from_their_defaults_are_keys(config: Any, keys: dict
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (SomeGRPOConfig(repetition_penalty=1.5), ("repetition_penalty", "1.5", "reward")),
         (SomeGRPOConfig(lr_scheduler_type="polynomial"), ("polynomial", "train.schedule")),
         (SomeGRPOConfig(warmup_steps=0.1), ("warmup_steps", "train.warmup_steps")),
         (SomeGRPOConfig(reward_weights=[1.0, 2.0]), ("reward_weights", "rewards.0.weight")),
@@ -147,10 +146,10 @@ def test_fields_that_differ_from_their_defaults_are_keys(config: Any, keys: dict
         (SomeGRPOConfig(optim="galore_adamw"), ("optim", "galore_adamw")),
         (SomeGRPOConfig(steps_per_generation=3, gradient_accumulation_steps=2), ("steps_per_generation",)),
         (
-            SomeGRPOConfig(eval_strategy="epoch", repetition_penalty=1.5),
-            ("eval_strategy", "eval.every", "repetition_penalty", "2 of the fields"),
+            SomeGRPOConfig(eval_strategy="epoch", reward_weights=[1.0, 2.0]),
+            ("eval_strategy", "eval.every", "reward_weights", "2 SomeGRPOConfig fields"),
         ),
-        (SomeGRPOConfig(report_to=["mlflow"]), ("report_to", "mlflow", "track")),
+        (SomeGRPOConfig(report_to=["comet_ml"]), ("report_to", "comet_ml", "track")),
         (SomeDPOConfig(loss_type=["sigmoid", "sft"]), ("loss_type",)),
         (SomeSFTConfig(completion_only_loss=False), ("completion_only_loss", "data.train_on")),
     ],

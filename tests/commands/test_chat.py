@@ -82,7 +82,7 @@ def test_chat_answers_with_every_model_until_it_is_left(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/help\n{QUESTION}\n/reset\n{QUESTION}\n/quit\nnever\n"))
     assert main(["chat", "tiny", str(TINY), "--temperature", "0", "--max-tokens", "4", "--system", "Be brief."]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("/reset forgets")
+    assert out.startswith("/reset clears")
     assert out.count("mean log-probability") == 4
     first, second = out[out.index("\n") :].split("\ntiny\n")[1:]
     assert first.strip() == second.strip(), "nothing is left of the conversation"

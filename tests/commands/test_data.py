@@ -33,8 +33,8 @@ def test_show_tells_counts_and_prints_examples_in_full(
     out = capsys.readouterr().out
     assert "preferences/all: 3 examples" in out
     assert "left out: 1 × 'chosen' and 'rejected' are identical" in out
-    assert "pairs: 3, of which 1 differ in white space at most" in out
-    assert "the chosen answer is the longer one in 33.3% of the pairs" in out
+    assert "pairs: 3, 1 identical up to white space" in out
+    assert "chosen answers are longer in 33.3% of pairs" in out
     assert "longer than 40 characters, prompt and answer: 1 (33.3%)" in out
     assert "Name a [bold]tree[/bold]." in out  # data are no markup
     assert "I would rather not say, to be quite honest." in out

@@ -94,7 +94,7 @@ def test_the_outcome_follows_the_figures() -> None:
         "answers that show their working from 10% to 99%."
     )
     same = REASONING.outcome(before, figures(0.12, 0.09, 0.15, 0.1))
-    assert same.startswith("In this run accuracy did not change by more than its intervals")
+    assert same.startswith("In this run the change in accuracy is within the intervals")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> Non
         (["rm", "--samples", "4"], "--samples"),
         (["rm", "--template", "boxed"], "--template"),
         (["rm", "--task", "stories", "--task.responses", "none"], "'stories'"),
-        (["rm", "tiny", "--task", "stories"], "table with models"),
+        (["rm", "tiny", "--task", "stories"], "cannot share a table"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -72,7 +72,7 @@ def test_examples_are_values_of_their_keys() -> None:
         ("dynamic sampling", ["rollout.drop_uniform_groups  key of a recipe", "example: --rollout"]),
         ("beta", ["regularize.kl_coef", "dpo"]),
         ("format", ["format  metric, share; better: higher"]),
-        ("uniform_groups", ["uniform_groups  metric, share; better: lower", "no signal"]),
+        ("uniform_groups", ["uniform_groups  metric, share; better: lower", "all equal"]),
         ("kl_ref", ["kl_ref  metric, nats", "KL to the reference model per token"]),
         ("lora", ["model.adapter.kind  key of a recipe"]),
         ("QLoRA", ["model.load_bits: 4, with model.adapter", "model.load_bits  key of a recipe"]),

@@ -106,7 +106,7 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
         (["sae", "--activations", "pair"], "--source"),
         (["sae", "--activations", "nowhere"], "nowhere"),
         (["sae", "--features", "24"], "24: this dictionary"),
-        (["sae", "--out", "page.txt"], "name that ends"),
+        (["sae", "--out", "page.txt"], "must end in"),
         (["sae", "--site", "resid.3"], "`posttrain sae features --site`"),
         (["sae", "--model", "./nobody"], "--no-lens"),
         (["seo"], "seo:"),
@@ -177,7 +177,7 @@ def test_one_side_of_the_studio_is_steered() -> None:
     steered, plain = replies("3=60")
     assert plain == right
     assert steered != plain
-    with refuses(UsageError, "name the dictionary"):
+    with refuses(UsageError, "select a dictionary"):
         read_steering("3=60", " ", None, "runs")
     with refuses(UsageError, "steering", "FEATURE=STRENGTH"):
         read_steering("3", "sae", None, "runs")

@@ -85,7 +85,7 @@ def test_math_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> 
     task = read("math", tmp_path, *rows)
     assert [e.id for e in task.examples] == ["math/test/1", "math/test/4"]
     assert task.dropped == {"neither an answer nor a \\boxed{} in the solution": 2}
-    with refuses(DataError, "used: 1 ×"):
+    with refuses(DataError, "usable rows: 1 ×"):
         read("math", tmp_path, rows[1])
 
 

@@ -356,7 +356,7 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
     (here / "long.txt").write_text("apples " * 3000, encoding="utf-8")
     layer = ["tiny", "--layer", "2"]
     for arguments, message in (
-        (["tiny"], "--layer is needed"),
+        (["tiny"], "--layer: missing"),
         (["tiny", "--layer", "9"], "resid.9"),
         (["tiny", "--layer", "0"], "'resid.0'"),
         ([*layer, "--site", "mlp"], "`posttrain activations --site`"),

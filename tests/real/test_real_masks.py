@@ -324,8 +324,8 @@ def test_content_that_a_template_drops_next_to_a_call_is_refused(tmp_path: Path)
         (
             "qwen3-opens-thinking",
             None,
-            "(data.train_on assistant); 2 examples are single turns of conversations, whose earlier turns the template "
-            "writes anew",
+            "(data.train_on assistant); 2 examples are single conversation turns, because the template "
+            "rewrites earlier turns",
         ),
     ],
 )

@@ -88,3 +88,17 @@ def test_recipe_of_a_later_version_is_refused_by_its_key(stored: dict[str, Any])
     stored["train"]["made_up"] = 1
     with refuses(RecipeError, "train.made_up"):
         stored_recipe(stored, "recipe.yaml")
+
+
+def test_stored_recipe_of_this_version_keeps_its_fingerprint() -> None:
+    for name in ("tiny/grpo", "tiny/sft", "preference/dpo", "tiny/rm"):
+        recipe = load_recipe(name).resolve()
+        content, _ = read_yaml(recipe.to_yaml(), name)
+        assert isinstance(content, dict)
+        assert Recipe.older.bring_up_to_date(content) == content
+        assert Recipe.older.marker in content
+
+
+def test_stored_recipe_of_an_earlier_version_has_no_router_loss(stored: dict[str, Any]) -> None:
+    assert Recipe.older.marker not in stored
+    assert Recipe.older.bring_up_to_date(stored)["train"]["router_aux_loss_coef"] == 0.0

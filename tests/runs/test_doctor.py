@@ -313,7 +313,7 @@ def test_doctor_a_run_that_has_nothing_or_is_none_is_refused(
     assert "empty" in capsys.readouterr().err
     with pytest.raises(pt_errors(), match="no run"):
         pt.diagnose("emty", runs_dir=tmp_path / "runs")
-    with pytest.raises(pt_errors(), match="run: int is no path"):
+    with pytest.raises(pt_errors(), match="run: int is not a path"):
         pt.diagnose(3)  # type: ignore[arg-type]
 
 

@@ -79,7 +79,7 @@ def test_a_run_in_two_processes_is_stopped_and_goes_on_in_one(tmp_path: Path, mo
     assert (again.step, again.reason) == (4, "finished")
     warnings = [info["message"] for info in events.of("notice")]
     assert any("scale.processes: 2 in the run, 1 now" in text for text in warnings)
-    assert any("goes on in 1 process, and the checkpoint was saved by 2 processes" in text for text in warnings)
+    assert any("resuming with 1 process, but the checkpoint was saved with 2 processes" in text for text in warnings)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match=rf"{url}: no judge responds \(no connection to .*posttrain serve"):
         Judge(url).find_model(0)
     cards = [{"id": "a"}, {"id": "b"}]
-    with FakeJudge(by_length, cards=cards) as server, refuses(UsageError, "judge.model is needed"):
+    with FakeJudge(by_length, cards=cards) as server, refuses(UsageError, "judge.model is required"):
         Judge(server.url).find_model(0)
     with refuses(UsageError, "judge.url", "'here'"):
         Judge("here")

@@ -351,7 +351,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
                 shutil.copytree(folder, goes_on)
                 _, events = train_case(process_group, recipe, goes_on, resume=True)
                 check_same(alone(case), goes_on)
-                output = any("goes on in" in info["message"] for info in events.of("notice"))
+                output = any("resuming with" in info["message"] for info in events.of("notice"))
                 assert output == (size != began)
                 if size == began == several.size:
                     whole = tmp_path_factory.mktemp("whole")

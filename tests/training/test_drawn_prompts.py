@@ -120,7 +120,7 @@ def test_stored_prompt_that_cannot_have_been_drawn_is_refused(tokenizer, templat
 
 def test_task_on_demand_of_which_no_prompt_fits_is_refused(tokenizer, template) -> None:
     task, _ = on_demand(SIZE)
-    with pytest.raises(UsageError, match="no prompt is left to sample from") as refused:
+    with pytest.raises(UsageError, match="no prompts left to sample from") as refused:
         sampled(tokenizer, template, task, prompt={"max_prompt_tokens": 2})
     assert f"{SIZE} × prompt longer than 2 tokens" in str(refused.value)
 

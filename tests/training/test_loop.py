@@ -95,7 +95,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
         assert (seen, torch.get_num_threads()) == ([own + 1], own)
     finally:
         torch.set_num_threads(own)
-    message = f"number of threads: {own + 1}, as it began; here it would be {own}"
+    message = f"number of threads: {own + 1}, as at the start of this run (default here: {own})"
     assert message in [info["message"] for info in events.of("notice")]
     for name in ("whole", "cut"):
         state = tmp_path / name / "checkpoints" / "step-000002" / "state.json"
@@ -130,7 +130,7 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
     run(tmp_path / "second", recipe, stop_after=1)
     best.unlink()
     best.symlink_to("step-000002")
-    with refuses(UsageError, "stands for step-000002"):
+    with refuses(UsageError, "points to step-000002"):
         run(tmp_path / "second", recipe, resume=True)
     best.unlink()
     best.symlink_to("step-000001")

@@ -59,7 +59,7 @@ def test_rows_that_no_key_takes_suggest_none(tokenizer) -> None:
 
 
 def test_prompts_that_are_too_long_name_the_limit_that_takes_them(tokenizer, template) -> None:
-    with refuses(UsageError, "prompt is left") as refused:
+    with refuses(UsageError, "no prompts left") as refused:
         sampled(tokenizer, template, sums(4), prompt={"max_prompt_tokens": 2})
     limit = int(suggested(refused)["prompt.max_prompt_tokens"])
     assert len(sampled(tokenizer, template, sums(4), prompt={"max_prompt_tokens": limit}).prompts.indices) == 4

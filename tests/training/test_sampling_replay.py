@@ -275,7 +275,7 @@ def test_sampler_of_other_sets_than_it_says_ends_the_run(monkeypatch: pytest.Mon
         return ids, table.gather(1, ids[:, None])[:, 0], sets
 
     monkeypatch.setattr(schedule, "draw_kept", whole)
-    with refuses(EngineMismatch, "the sampler is not the model that is trained", "native"):
+    with refuses(EngineMismatch, "sampler and trained model differ", "native"):
         run(tmp_path, one_layer_recipe("grpo", rollout={"top_k": 2}))
 
 

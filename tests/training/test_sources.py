@@ -134,7 +134,7 @@ def test_size_and_scores_say_their_units(tokenizer, template) -> None:
     assert "tokens are trained" in pairs.trained
     assert steps.size == f"{steps.num_examples} solutions of 9 examples"
     num_steps = sum(len(row.step_labels) for unit in steps.units for row in unit)
-    assert steps.trained.startswith(f"{num_steps} labelled steps of {steps.num_examples} solutions")
+    assert steps.trained.startswith(f"{num_steps} labelled steps in {steps.num_examples} solutions")
     assert judged.size == f"{judged.num_examples} answers of 9 examples"
     assert "answers are scored" in judged.trained
     assert "tokens are trained" not in steps.trained + judged.trained
@@ -185,7 +185,7 @@ def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, templ
     source = given(tokenizer, template, task, "judged", data={"batch_size": 6})
     batch = source(1).batch
     assert source.num_examples == 6
-    assert source.dropped == {"both answers of a pair have the same score": 2}
+    assert source.dropped == {"both answers in a pair have the same score": 2}
     assert batch.rows_per_unit == 1
     expected = {}
     for item in task.examples[:3]:

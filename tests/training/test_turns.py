@@ -148,7 +148,7 @@ def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() ->
     for group in groups.values():
         played = [r for r in group if not r.has_failed]
         if len(played) < 2:
-            message = f"left out: {len(played)} of 4 completions of its group were played to the end"
+            message = f"left out: {len(played)} of 4 completions in this group finished"
             assert all(r.failures[-1] == message and r.advantage is None for r in played)
             continue
         rewards = torch.tensor([r.reward for r in played], dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""Conditions on which options act, declared at the options."""
+"""Conditions under which options take effect, declared on the options."""

@@ -1,4 +1,4 @@
-"""Conditions on which the keys of sections act."""
+"""Conditions for recipe section keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def _no_kl(facts: RunFacts, key: str) -> str:
 
 
 def _never_drifts(facts: RunFacts, key: str) -> str:
-    """The KL of the policy to itself is 0, and so are the gradients of k2 and k3 there."""
+    """Explain why KL terms vanish: KL from the policy to itself is 0, and so are k2 and k3 gradients."""
     moves = facts.steps != 1 or facts.next_to(key, "kl_estimator") == "k1" or facts.drops_inputs
     if moves or not facts.get(key):
         return ""
-    return Rounding("the run makes one update (train.steps 1), and until then the policy is the reference")
+    return Rounding("the run makes one update (train.steps 1), and before it policy and reference are equal")
 
 
 def _reward_never_drifts(facts: RunFacts, key: str) -> str:
     if not facts.has_one_batch or not facts.get("kl_in_reward.weight"):
         return ""
-    return Rounding("the run samples one batch of answers, with the reference's own weights, so their KL is 0")
+    return Rounding("the run samples a single batch of answers, with reference weights, so the KL is 0")
 
 
 def _no_penalty(facts: RunFacts, key: str) -> str:
@@ -34,7 +34,7 @@ def _no_penalty(facts: RunFacts, key: str) -> str:
 def _no_target(facts: RunFacts, key: str) -> str:
     if facts.get("kl_in_reward.target") is not None:
         return ""
-    return "there is no kl_in_reward.target, so the weight is constant"
+    return "without kl_in_reward.target, the weight is constant"
 
 
 def _keeps_groups(facts: RunFacts, key: str) -> str:
@@ -60,40 +60,40 @@ def _no_labels(facts: RunFacts, key: str) -> str:
     sees_samples = facts.get("teacher.name") == "self" and facts.get("teacher.sees") == "right_sample"
     if "labels" in facts.needs or sees_samples:
         return ""
-    return "the objective reads no labels"
+    return "the objective uses no labels"
 
 
 def _old_logprobs(facts: RunFacts, key: str) -> str:
     if "old_logprobs" not in facts.needs:
-        return "the objective reads no probabilities of the sampler"
+        return "the objective uses no sampler probabilities"
     if facts.rounds or facts.get("rollout.staleness"):
         return ""
-    return Rounding("the native engine samples in fp32 with the trainer's own weights, so both give the same")
+    return Rounding("the native engine samples in fp32 with the trainer's own weights, so both agree")
 
 
 def _one_batch(facts: RunFacts, key: str) -> str:
     if not facts.has_one_batch:
         return ""
-    return f"the run has one batch of answers (train.steps {facts.steps}, {facts.updates} updates a batch)"
+    return f"the run uses a single batch of answers (train.steps {facts.steps}, {facts.updates} updates per batch)"
 
 
 def _turn_fits(facts: RunFacts, key: str) -> str:
     limit = facts.get("rollout.max_tokens")
     if facts.get(key) is None or facts.get(key) < limit:
         return ""
-    return f"rollout.max_tokens ({limit}) ends an answer before"
+    return f"rollout.max_tokens ({limit}) ends answers earlier"
 
 
 def _no_candidates(facts: RunFacts, key: str) -> str:
     if "teacher_ids" in facts.needs:
         return ""
-    return "the objective reads the teacher's probability of the sampled token alone"
+    return "the objective uses teacher probabilities only for sampled tokens"
 
 
 def _another_teaches(facts: RunFacts, key: str) -> str:
     if facts.get("teacher.name") == "self":
         return ""
-    return "another model teaches (teacher.name)"
+    return "the teacher is a separate model (teacher.name)"
 
 
 def _teacher_is_not_averaged(facts: RunFacts, key: str) -> str:
@@ -107,12 +107,12 @@ def _still_warms_up(facts: RunFacts, key: str) -> str:
     warmup = facts.get("train.warmup_steps")
     if facts.steps is None or not warmup or warmup < facts.steps:
         return ""
-    return f"the warm-up (train.warmup_steps {warmup}) is as long as the run (train.steps {facts.steps}) or longer"
+    return f"warmup (train.warmup_steps {warmup}) covers the whole run (train.steps {facts.steps})"
 
 
 def _stays(facts: RunFacts, key: str) -> str:
     if facts.get("train.min_lr_ratio") == 1 and facts.get("train.schedule") != "constant":
-        return "train.min_lr_ratio is 1, so the learning rate does not fall"
+        return "train.min_lr_ratio is 1, so the learning rate does not decay"
     return _still_warms_up(facts, key)
 
 
@@ -145,7 +145,7 @@ def _few_checkpoints(facts: RunFacts, key: str) -> str:
 def _on_cpu(facts: RunFacts, key: str) -> str:
     if facts.get("model.device") != "cpu":
         return ""
-    return "a CPU (model.device) adds up in one order anyway"
+    return "CPU reductions (model.device) are always deterministic"
 
 
 def _never_evaluates(facts: RunFacts, key: str) -> str:
@@ -156,7 +156,7 @@ def _never_evaluates(facts: RunFacts, key: str) -> str:
 
 def _scores_only(facts: RunFacts, key: str) -> str:
     if facts.scores_only:
-        return "a reward model writes no answers"
+        return "reward models generate no answers"
     return _never_evaluates(facts, key)
 
 
@@ -176,9 +176,9 @@ IF_TRUNCATED_ARE_MASKED = ActsIf(
     "if rollout.mask_truncated is true", _trains_truncated, "Set rollout.mask_truncated: true"
 )
 IF_REFERENCE_MOVES = ActsIf("below train.steps", _never_moves, "Set reference.every below train.steps", by_default=True)
-IF_LABELS_ARE_READ = ActsIf("if the objective reads labels, such as kto", _no_labels)
+IF_LABELS_ARE_READ = ActsIf("if the objective uses labels, such as kto", _no_labels)
 IF_OLD_LOGPROBS_ARE_READ = ActsIf(
-    "if the objective has a ratio, and sampler and trainer differ: another engine, or bf16", _old_logprobs
+    "if the objective uses ratios, and sampler and trainer differ: different engine, or bf16", _old_logprobs
 )
 IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
 IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)
@@ -186,13 +186,11 @@ IF_CANDIDATES_ARE_READ = ActsIf("if the objective compares whole distributions",
 IF_TEACHES_ITSELF = ActsIf("if teacher.name is self", _another_teaches, "Set teacher.name: self")
 IF_TEACHER_IS_AVERAGED = ActsIf("if teacher.weights is ema", _teacher_is_not_averaged, "Set teacher.weights: ema")
 IF_RATE_FALLS = ActsIf(
-    "behind the warm-up, if train.min_lr_ratio is below 1", _stays, "Set train.warmup_steps below train.steps"
+    "after warmup, if train.min_lr_ratio is below 1", _stays, "Set train.warmup_steps below train.steps"
 )
-IF_SCHEDULED = ActsIf(
-    "behind the warm-up, if train.schedule is linear or cosine", _constant, "Set train.schedule: linear"
-)
-IF_WITHIN_RUN = ActsIf("up to the number of steps of the run", _beyond)
-IF_CHECKPOINTS_ARE_DELETED = ActsIf("if the run saves more checkpoints than that", _few_checkpoints)
+IF_SCHEDULED = ActsIf("after warmup, if train.schedule is linear or cosine", _constant, "Set train.schedule: linear")
+IF_WITHIN_RUN = ActsIf("up to the run's number of steps", _beyond)
+IF_CHECKPOINTS_ARE_DELETED = ActsIf("if the run saves more checkpoints", _few_checkpoints)
 IF_ON_GPU = ActsIf("on a GPU", _on_cpu)
 IF_EVALUATED = ActsIf("if eval.every is above 0", _never_evaluates, "Set eval.every")
-IF_ANSWERS_ARE_EVALUATED = ActsIf("if eval.every is above 0 and the model writes answers", _scores_only)
+IF_ANSWERS_ARE_EVALUATED = ActsIf("if eval.every is above 0 and the model generates answers", _scores_only)

@@ -1,4 +1,4 @@
-"""Arguments of the Python interface as plain values: paths, numbers and flags, and errors of objects that are read."""
+"""Conversion of Python arguments to plain paths, numbers and flags, with errors raised by foreign objects."""
 
 from __future__ import annotations
 
@@ -13,85 +13,81 @@ from typing import Any
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.option_types import shorten
 
-LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes, of what systems take
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes, the usual system limits
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn an error that an object of the user raises while it is read (``items``, ``__fspath__``) into a UsageError.
+    """Turn an error raised by a user's object while reading it (``items``, ``__fspath__``) into a UsageError.
 
     Raises:
-        UsageError: with ``what`` and the kind of the error, which is its cause.
+        UsageError: includes ``what`` and the error type; the original error is the cause.
     """
     try:
         yield
     except (PosttrainError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise UsageError(
-            f"{what}: an object raised {type(error).__name__} when it was read. Give plain values"
-        ) from error
+        raise UsageError(f"{what}: reading this object raised {type(error).__name__}. Give plain values") from error
 
 
 def plain_text(name: str, text: str) -> str:
-    """Return a text as ``str`` itself.
+    """Convert a text to plain ``str``.
 
     Raises:
-        UsageError: it has a NUL or half of a surrogate pair.
+        UsageError: contains NUL or an unpaired surrogate.
     """
     plain = str.__str__(text)
     if NO_TEXT.search(plain):
-        raise UsageError(
-            f"{name}: {shorten(plain)} has a character NUL or half of a surrogate pair. Give text in UTF-8"
-        )
+        raise UsageError(f"{name}: {shorten(plain)} contains NUL or an unpaired surrogate. Give valid UTF-8 text")
     return plain
 
 
 def plain_path(name: str, value: object) -> str:
-    """Return a path, or a name that may be one, as text.
+    """Convert a path or a name to plain text.
 
     Raises:
-        UsageError: it is neither text nor a path, or no file can have such a name.
+        UsageError: neither text nor a path, or not a valid file name.
     """
     with reading(name):
         if not isinstance(value, str | os.PathLike):
-            raise UsageError(f"{name}: {type(value).__name__} is no path. Give a text or a path")
+            raise UsageError(f"{name}: {type(value).__name__} is not a path. Give a string or a path")
         given = value
         if not isinstance(given, str):
             given = os.fspath(given)
     if not isinstance(given, str):
-        raise UsageError(f"{name}: a path of {type(given).__name__} is none. Give a text or a path")
+        raise UsageError(f"{name}: a path made from {type(given).__name__} is invalid. Give a string or a path")
     text = plain_text(name, given)
     encoded = os.fsencode(text)
     if len(encoded) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
-        raise UsageError(f"{name}: {shorten(text)} is longer than the name of a file can be. Give a shorter one")
+        raise UsageError(f"{name}: {shorten(text)} is too long for a file name. Give a shorter one")
     return text
 
 
 def check_numbers(**values: object) -> None:
-    """Refuse what is no number; None is left to its default.
+    """Check numeric arguments; None selects the default.
 
     Raises:
-        UsageError: with the name of the argument.
+        UsageError: not a number. The message includes the argument name.
     """
     for name, value in values.items():
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
-            raise UsageError(f"{name}: {shorten(value)} is no number. Give one")
+            raise UsageError(f"{name}: {shorten(value)} is not a number. Give a number")
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number.
+    """Check an integer argument.
 
     Raises:
-        UsageError: with the name of the argument.
+        UsageError: not an integer. The message includes the argument name.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UsageError(f"{name}: {shorten(value)} is no whole number. Give one")
+        raise UsageError(f"{name}: {shorten(value)} is not an integer. Give an integer")
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of another type (numpy's, a fraction) as ``int`` or ``float``; anything else as it is."""
+    """Convert numbers of other types (numpy, fractions) to ``int`` or ``float``; return other values unchanged."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral):
@@ -100,38 +96,38 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_names(name: str, value: object) -> list[str]:
-    """Return names as a list; a text is one name.
+    """Convert names to a list; a single text counts as one name.
 
     Raises:
-        UsageError: they are none.
+        UsageError: not a list of texts.
     """
     if isinstance(value, str):
         return [plain_text(name, value)]
     if not isinstance(value, Iterable):
-        raise UsageError(f"{name}: {type(value).__name__} is no list of names. Give one")
+        raise UsageError(f"{name}: {type(value).__name__} is not a list of names. Give a list")
     with reading(name):
         listed = list(value)
     for one in listed:
         if not isinstance(one, str):
-            raise UsageError(f"{name}: {type(one).__name__} is no name. Give texts")
+            raise UsageError(f"{name}: {type(one).__name__} is not a name. Give strings")
     return [plain_text(name, one) for one in listed]
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False.
+    """Check a boolean argument.
 
     Raises:
-        UsageError: with the name of the argument.
+        UsageError: not a boolean. The message includes the argument name.
     """
     if not isinstance(value, bool):
-        raise UsageError(f"{name}: {shorten(value)} is neither True nor False. Give one of them")
+        raise UsageError(f"{name}: {shorten(value)} is not a boolean. Give True or False")
 
 
 def plain_counts(name: str, value: object) -> int | list[int] | None:
-    """Return a whole number, or a list of them.
+    """Convert an integer or a list of integers; None stays None.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: anything else.
     """
     if value is None:
         return None
@@ -139,7 +135,7 @@ def plain_counts(name: str, value: object) -> int | list[int] | None:
         check_whole(name, value)
         return int(value)
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UsageError(f"{name}: {shorten(value)} is no whole number. Give one, or a list of them")
+        raise UsageError(f"{name}: {shorten(value)} is not an integer. Give an integer, or a list of integers")
     with reading(name):
         numbers = list(value)
     for number in numbers:
@@ -148,14 +144,16 @@ def plain_counts(name: str, value: object) -> int | list[int] | None:
 
 
 def plain_component(name: str, value: object) -> str | dict[str, object]:
-    """Return a component as its name, or as a mapping of its name and options.
+    """Convert a component to a name, or to a mapping with name and options.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: anything else.
     """
     if isinstance(value, str):
         return plain_text(name, value)
     if not isinstance(value, Mapping):
-        raise UsageError(f"{name}: {type(value).__name__} is none. Give a name, or a mapping with name and options")
+        raise UsageError(
+            f"{name}: {type(value).__name__} is not a component. Give a name, or a mapping with name and options"
+        )
     with reading(name):
         return {str(key): one for key, one in value.items()}

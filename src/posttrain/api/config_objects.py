@@ -1,8 +1,8 @@
-"""Objects of other libraries given in Python: ``peft.LoraConfig``, and TRL's or transformers' training arguments.
+"""Configurations from other libraries: ``peft.LoraConfig``, and training arguments from TRL or transformers.
 
-Fields are read as far as a key of the recipe takes their value. Of training arguments these are the fields that differ
-from the defaults of their class, since an object does not say which of its values somebody chose. A field that no key
-takes is refused with what to write instead.
+Each field is translated to a recipe key with the same meaning. For training arguments, only fields that differ from
+their class default are read, since the object does not record which values were set explicitly. Fields without
+a matching key are refused, and the message suggests a replacement.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _ADAPTER_KEYS = {
     "init_lora_weights": "init_lora_weights",
 }
 _CALLED = re.compile(r" This is called ([\w.]+) here\.")
-# They say nothing of how an adapter is trained.
+# These fields do not affect adapter training.
 _OF_PEFT = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode")
-# Fields of training arguments whose value is a key's as it is, where the name has another answer too.
+# Training-argument fields copied to a recipe key unchanged, although the same name has another meaning here.
 _SAME = {
     "temperature": "rollout.temperature",
     "delta": "objective.clip_max",
     "max_length": "data.max_length",
 }
-# They follow from other fields, or say where a run is and what it shows.
+# These follow from other fields, or only control output locations and display.
 _ELSEWHERE = {
-    "output_dir": "the folder of a run is runs_dir= and run=",
-    "run_name": "the name of a run is run=",
-    "disable_tqdm": "progress=False shows none",
-    "data_seed": "train.seed decides the order, too",
+    "output_dir": "use runs_dir= and run= for the run folder",
+    "run_name": "use run= for the run name",
+    "disable_tqdm": "use progress=False to hide the progress bar",
+    "data_seed": "train.seed also sets the data order",
     "generation_batch_size": "",
     "activation_checkpointing": "",
     "accelerator_config": "",
@@ -84,32 +84,32 @@ class ConfigReader:
         return type(self.given).__name__
 
     def refuse(self, name: str, answer: str = "") -> None:
-        """Note that a field has no key, with the answer to its name or another one."""
+        """Record that a field cannot be translated; by default with a known answer for the name."""
         if not answer:
             answer = answer_other_name(name).strip()
         if not answer:
-            answer = "No key of a recipe takes it."
+            answer = "No recipe key matches."
         self.refused[name] = f"{self.kind}.{name} = {shorten(getattr(self.given, name))}. {answer}"
 
     def result(self) -> dict[str, object]:
-        """Return the keys.
+        """Get the translated keys.
 
         Raises:
-            UsageError: a field has a value that no key takes.
+            UsageError: a field value has no matching key.
         """
         if self.refused:
             raise UsageError(
-                f"{self.name}: {len(self.refused)} of the fields of {self.kind} cannot be read: "
-                f"{' '.join(self.refused.values())} Leave them out, and give the keys next to it"
+                f"{self.name}: {len(self.refused)} {self.kind} fields cannot be read: "
+                f"{' '.join(self.refused.values())} Remove them, and pass recipe keys separately"
             )
         return self.keys
 
 
 def read_config_objects(keys: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Return keys in which configurations of peft, TRL and transformers are keys of the recipe, and lines about them.
+    """Translate peft, TRL and transformers configurations to recipe keys, with notes about skipped fields.
 
     Raises:
-        UsageError: a field has a value that no key takes.
+        UsageError: a field value has no matching key, or a key was given twice.
     """
     plain: dict[str, object] = {}
     notes: list[str] = []
@@ -121,17 +121,17 @@ def read_config_objects(keys: Mapping[str, object]) -> tuple[dict[str, object], 
             continue
         for key, one in read.result().items():
             if key in plain or key.replace(".", "__") in keys:
-                raise UsageError(f"{key}: given twice, by {name} ({read.kind}) too. Give it once")
+                raise UsageError(f"{key}: given twice, also by {name} ({read.kind}). Give it once")
             plain[key] = one
         notes += read.notes
     return plain, notes
 
 
 def adapter_options(name: str, value: object) -> object:
-    """Return the section ``model.adapter`` of a ``LoraConfig``; anything else as it is.
+    """Translate a ``LoraConfig`` to ``model.adapter`` options; return other values unchanged.
 
     Raises:
-        UsageError: as ``read_config_objects``.
+        UsageError: see ``read_config_objects``.
     """
     with reading(name):
         if not _is_adapter(value):
@@ -141,12 +141,14 @@ def adapter_options(name: str, value: object) -> object:
 
 
 def describe_config(value: object) -> str:
-    """Return how to give a configuration that was given as the recipe; empty for anything else."""
+    """Explain the right argument for a configuration passed as the recipe; empty for other values."""
     if _is_adapter(value):
-        return f'. Give a recipe, and this next to it: pt.train("tiny/sft", peft_config={type(value).__name__}(...))'
+        return (
+            f'. Give a recipe, and pass this separately: pt.train("tiny/sft", peft_config={type(value).__name__}(...))'
+        )
     if _is_arguments(value):
         given = f"args={type(value).__name__}(...)"
-        return f'. Give the recipe of the method, and this next to it: pt.train("tiny/grpo", {given})'
+        return f'. Give a recipe for the method, and pass this separately: pt.train("tiny/grpo", {given})'
     return ""
 
 
@@ -171,7 +173,7 @@ def _is_arguments(value: object) -> bool:
 
 
 def _changed_fields(value: Any) -> list[str]:
-    """The fields whose values are not the defaults of their class."""
+    """List fields whose value differs from the class default."""
     changed = []
     for one in fields(value):
         default: Any = one.default
@@ -183,7 +185,7 @@ def _changed_fields(value: Any) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """An option of an enumeration or text as text."""
+    """Convert an enum member or a text to plain text."""
     return str(getattr(value, "value", value))
 
 
@@ -191,7 +193,7 @@ def _text(value: object) -> str:
 
 
 def _read_adapter(name: str, config: Any) -> ConfigReader:
-    """A ``LoraConfig`` says all of an adapter, its defaults too."""
+    """Translate a ``LoraConfig`` including its default values."""
     read = ConfigReader(name, config)
     if _text(config.peft_type) != "LORA":
         raise UsageError(f"{name}: {read.kind} is not offered. model.adapter trains LoRA; give a LoraConfig")
@@ -200,7 +202,7 @@ def _read_adapter(name: str, config: Any) -> ConfigReader:
         if field_name == "target_modules":
             value = _targets(value)
             if value is None:
-                read.refuse(field_name, "model.adapter.targets is all-linear, or a list of ends of names.")
+                read.refuse(field_name, "model.adapter.targets takes all-linear, or a list of name suffixes.")
         elif field_name == "init_lora_weights":
             if value is True:
                 value = "default"
@@ -216,7 +218,7 @@ def _read_adapter(name: str, config: Any) -> ConfigReader:
 
 
 def _targets(value: object) -> object:
-    """The linear layers as the recipe has them; None for a pattern."""
+    """Translate target modules to recipe form; None if given as a pattern."""
     if value is None or value == "all-linear":
         return "all-linear"
     if isinstance(value, str):
@@ -232,7 +234,7 @@ def _read_arguments(name: str, config: Any) -> ConfigReader:
     changed = _changed_fields(config)
     for field_name in changed:
         if field_name == "steps_per_generation" and config.steps_per_generation == config.gradient_accumulation_steps:
-            continue  # it follows the other by itself
+            continue  # follows gradient_accumulation_steps
         convert = _CONVERTED.get(field_name)
         value = getattr(config, field_name)
         if convert is not None:
@@ -252,8 +254,8 @@ def _read_arguments(name: str, config: Any) -> ConfigReader:
             else:
                 read.refuse(field_name)
     read.notes.append(
-        f"{name}: the fields of {read.kind} that have their defaults are not read; the recipe decides "
-        "(docs/coming-from/trl.md has those of GRPOConfig as a recipe)"
+        f"{name}: {read.kind} fields with default values are not read; the recipe decides "
+        "(docs/coming-from/trl.md lists GRPOConfig defaults as a recipe)"
     )
     return read
 
@@ -263,7 +265,7 @@ def _samples(config: Any) -> bool:
 
 
 def _read_batch(read: ConfigReader, config: Any) -> None:
-    """The batch of one process."""
+    """Translate the per-process batch size."""
     rows = config.per_device_train_batch_size
     read.keys["train.micro_batch_rows"] = rows
     if not _samples(config):
@@ -275,7 +277,7 @@ def _read_batch(read: ConfigReader, config: Any) -> None:
     if answers % config.num_generations or config.steps_per_generation % config.gradient_accumulation_steps:
         read.refuse(
             "steps_per_generation",
-            "With gradient_accumulation_steps and per_device_train_batch_size it gives no whole groups and updates. "
+            "With these gradient_accumulation_steps and per_device_train_batch_size, groups or updates are incomplete. "
             "Give rollout.num_prompts and train.num_minibatches.",
         )
         return
@@ -303,7 +305,7 @@ def _read_schedule(read: ConfigReader, config: Any) -> None:
 
 def _read_warmup(read: ConfigReader, config: Any) -> None:
     if 0 < config.warmup_steps < 1:
-        read.refuse("warmup_steps", "A share of the steps is train.warmup_steps here, as a number of steps.")
+        read.refuse("warmup_steps", "Fractions are not supported. Give train.warmup_steps as a number of steps.")
     else:
         read.keys["train.warmup_steps"] = int(config.warmup_steps)
 
@@ -359,7 +361,7 @@ def _read_scale(read: ConfigReader, config: Any) -> None:
 
 
 def _read_loss(read: ConfigReader, config: Any) -> None:
-    """The loss types of GRPO differ in what they divide by; those of DPO are objectives."""
+    """Translate ``loss_type``: a normalization for GRPO, an objective for DPO."""
     kinds = config.loss_type
     if isinstance(kinds, list | tuple) and len(kinds) == 1:
         kinds = kinds[0]

@@ -1,4 +1,4 @@
-"""Findings about a run, from its records."""
+"""Findings about a run's health."""
 
 from __future__ import annotations
 
@@ -18,45 +18,51 @@ from posttrain.runs.directory import find_run
 def diagnose(
     run: Place, *, audit: int | None = None, trainer: str | None = None, runs_dir: Place = "runs"
 ) -> list[RunFinding]:
-    """Return what the files of a run say about its health, faults first, as ``posttrain doctor`` does.
+    """Diagnose a run from its files, like ``posttrain doctor``.
 
-    The run may be finished, running or interrupted. It is only read, and no code of it is run.
+    The run may be finished, running or interrupted. It is opened read-only, and its code is never executed.
 
     Args:
-        run: a run, its folder, or its name below ``runs_dir``.
-        audit: an update (from 1) whose gradient and optimizer step are computed again by transformers' own forward pass
-            and plain code. It takes a checkpoint right before it; with one behind it, all weights are compared.
-        trainer: ``"trl"`` or ``"nemo-rl"``: ``run`` is a file or a folder of this trainer's records.
+        run: a run, a folder, or a run name in ``runs_dir``.
+        audit: update to recompute, counted from 1. Gradients and the optimizer step are recomputed with the
+            transformers forward pass and plain code. Needs a checkpoint right before the update; if there is also one
+            right after it, all weights are compared.
+        trainer: ``"trl"`` or ``"nemo-rl"`` if ``run`` is a file or folder written by that trainer.
+
+    Returns:
+        Findings, faults first.
 
     Raises:
-        UsageError: there is no such run, it has made no step yet, or the update cannot be audited.
-        DataError: a file of it is damaged.
+        UsageError: unknown run, no finished step, or an update that cannot be audited.
+        DataError: a damaged file.
 
     Examples:
-        >>> [one for one in pt.diagnose("runs/mine") if one.kind == "fault"]
+        >>> [finding for finding in pt.diagnose("runs/mine") if finding.kind == "fault"]
         []
     """
     stop_import()
     root, name = plain_path("runs_dir", runs_dir), plain_path("run", run)
     if trainer is not None:
         if audit is not None:
-            raise UsageError("audit: it takes a checkpoint of posttrain, which records of others are not. Leave it out")
+            raise UsageError(
+                "audit: needs a posttrain checkpoint, so other trainers' records cannot be audited. Remove it"
+            )
         return list(diagnose_records(Path(name), _checked_trainer(trainer)).findings)
     update: int | None = None
     if audit is not None:
         check_whole("audit", audit)
         update = int(audit)
         if update < 1:
-            raise UsageError(f"audit: {update} is no update. They are numbered from 1")
+            raise UsageError(f"audit: {update} is not an update. Updates are numbered from 1")
     return list(diagnose_run(Path(find_run(root, name)), update).findings)
 
 
 def _checked_trainer(trainer: object) -> str:
-    """Return the name of a trainer whose records can be read.
+    """Check a trainer name.
 
     Raises:
-        UsageError: it is another.
+        UsageError: records from this trainer cannot be read.
     """
     if not isinstance(trainer, str) or trainer not in READERS:
-        raise UsageError(f"trainer: records of {shorten(trainer)} cannot be read. Give {' or '.join(READERS)}")
+        raise UsageError(f"trainer: cannot read records from {shorten(trainer)}. Give {' or '.join(READERS)}")
     return trainer

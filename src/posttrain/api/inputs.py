@@ -1,4 +1,4 @@
-"""Rows, models, functions and keywords of Python as what recipes name: files, folders, components and keys."""
+"""Conversion of Python rows, models, functions and keyword arguments to recipe values."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from posttrain.recipes.document import known_keys
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.untrusted import declare_code, kind_of_file
+from posttrain.untrusted import declare_code, declare_commands, kind_of_file
 
 Place: TypeAlias = str | os.PathLike[str]
 Function: TypeAlias = Callable[..., Any]
-# A task by name or function, a file, a task with options, or rows (a list of mappings, a Dataset, a DataFrame).
+# A task name or function, a file, a task with options, or rows (list of mappings, Dataset, DataFrame).
 Data: TypeAlias = Place | Function | Mapping[str, Any] | Iterable[Mapping[str, Any]]
-Model: TypeAlias = Place | tuple[Any, Any]  # a name, a folder, a run; or a loaded model with its tokenizer
+Model: TypeAlias = Place | tuple[Any, Any]  # a name, a folder, a run, or a loaded (model, tokenizer)
 Reward: TypeAlias = str | Function | Mapping[str, Any]
 Rewards: TypeAlias = Reward | Sequence[Reward | tuple[Reward, float]]  # a mapping without a name has weights
 Override: TypeAlias = tuple[str, str]
-# Folders next to the runs, for what Python gave them; hidden folders are no runs.
+# Hidden folders in runs_dir for rows and models given in Python. Hidden folders are never listed as runs.
 ROWS, MODELS = ".rows", ".models"
 _NONE: Mapping[str, Any] = {}
-# What the two numbers of an evaluation count, which many libraries call n.
+# Both evaluation counts are called n by many libraries.
 _COUNTED = {"limit": "limit (rows)", "samples": "samples (answers to each)"}
 
 
 @reading("data")
 def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
-    """Return the task of what was given as data; rows become a file in ``runs_dir``, named by its content.
+    """Convert data to a task. Rows are saved in ``runs_dir``, in a file named by content hash.
 
     Raises:
-        UsageError: it is none of ``Data``.
+        UsageError: not a valid ``Data`` value.
     """
     if callable(data):
         return {"name": registry.name_function(data)}
     if isinstance(data, Mapping):
         if "name" not in data:
             raise UsageError(
-                "data: a mapping is a task with its options, and this one has no 'name'. Give rows as a list of "
-                f"mappings, or one split of a data set. There are: {', '.join(map(str, data))}"
+                "data: a mapping describes a task, and 'name' is missing. Give rows as a list of "
+                f"mappings, or select a dataset split. Keys found: {', '.join(map(str, data))}"
             )
         return dict(data)
     if isinstance(data, str | os.PathLike):
@@ -67,7 +67,7 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
         is_file = text.lower().endswith(SUFFIXES) or text.startswith(HUB) or Path(text).exists()
         if not is_file:
             hint = registry.suggest(text, tasks)
-            raise UsageError(f"data: {text!r} is no file and no task.{hint} A data set of the hub is {HUB}{text}")
+            raise UsageError(f"data: {text!r} is neither a file nor a task.{hint} For a hub dataset, write {HUB}{text}")
         return {"name": "jsonl", "path": text}
     first, path = store_rows(data, runs_dir)
     name = "jsonl"
@@ -77,13 +77,16 @@ def data_word(data: Data, runs_dir: Place) -> dict[str, object]:
 
 
 def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[Mapping[str, object], Path]:
-    """Write rows to a file named by their content, so that other processes find them; return the first, and its path.
+    """Save rows in a file named by content hash, so other processes can read them.
+
+    Returns:
+        The first row and the file path.
 
     Raises:
-        UsageError: there are no rows, or one is no mapping of plain values.
+        UsageError: no rows, or a row that cannot be stored as JSON.
     """
     if not isinstance(rows, Iterable):
-        raise UsageError(f"data: {type(rows).__name__} is no data. Give rows, a Dataset, a file or a task's name")
+        raise UsageError(f"data: {type(rows).__name__} is not data. Give rows, a Dataset, a file or a task name")
     table: Any = rows
     if hasattr(table, "iloc"):  # a DataFrame, which has NaN where a value is missing
         rows = table.astype(object).where(table.notna(), None).to_dict("records")
@@ -95,11 +98,13 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
         try:
             lines.append(json.dumps(_without_nulls(row), default=_plain))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"data: row {number} cannot be stored as JSON: {error}. Give texts and numbers") from None
+            raise UsageError(
+                f"data: row {number} cannot be stored as JSON: {error}. Give strings and numbers"
+            ) from None
         if first is None:
             first = row
     if first is None:
-        raise UsageError("data: there are no rows. Give at least one")
+        raise UsageError("data: no rows. Give at least one")
     content = "".join(f"{line}\n" for line in lines).encode()
     path = Path(runs_dir).absolute() / ROWS / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     if not path.is_file():
@@ -110,7 +115,7 @@ def store_rows(rows: Iterable[Mapping[str, object]], runs_dir: Place) -> tuple[M
 
 
 def _without_nulls(value: object) -> object:
-    """Leave out keys without a value, as columns of a table have them."""
+    """Drop keys with a None value, as table columns produce them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list | tuple):
@@ -126,15 +131,15 @@ def _plain(value: object) -> Any:
         return os.fspath(value)
     if callable(value):
         return registry.name_function(value)
-    raise TypeError(f"a {type(value).__name__} is neither text nor number, list nor mapping")
+    raise TypeError(f"a {type(value).__name__} is not a string, number, list or mapping")
 
 
 @reading("model")
 def model_name(model: Model, runs_dir: Place) -> str:
-    """Return the name of a model, or of a run its folder; a loaded one is saved in a folder named by its weights.
+    """Convert a model to a name or folder. A loaded model is saved in a folder named by its weight hash.
 
     Raises:
-        UsageError: it is none of ``Model``.
+        UsageError: not a valid ``Model`` value.
     """
     if isinstance(model, str | os.PathLike):
         name = plain_path("model", model)
@@ -145,8 +150,8 @@ def model_name(model: Model, runs_dir: Place) -> str:
         return name
     if not (isinstance(model, tuple) and len(model) == 2 and all(hasattr(part, "save_pretrained") for part in model)):
         raise UsageError(
-            f"model: {type(model).__name__} is no model. Give a name, a folder, a run, or a loaded model of "
-            "transformers with its tokenizer: (model, tokenizer)"
+            f"model: {type(model).__name__} is not a model. Give a name, a folder, a run, or a loaded "
+            "transformers model and tokenizer: (model, tokenizer)"
         )
     place = Path(runs_dir).absolute() / MODELS
     with storage_errors("the model", place):
@@ -161,18 +166,18 @@ def model_name(model: Model, runs_dir: Place) -> str:
             folder = place / digest.hexdigest()[:16]
             if not folder.is_dir():
                 os.rename(aside, folder)
-                os.mkdir(aside)  # which the block removes
+                os.mkdir(aside)  # the context manager deletes it
     return str(folder)
 
 
 @reading("rewards")
 def reward_words(rewards: Rewards) -> list[dict[str, object]]:
-    """Return the entries of ``rewards`` in a recipe: names, functions, each maybe with a weight.
+    """Convert ``rewards`` to recipe entries: names or functions with optional weights.
 
-    A mapping is one reward, if it has a ``name``, else rewards with their weights.
+    A mapping with ``name`` is a single reward. Any other mapping lists rewards with weights.
 
     Raises:
-        UsageError: one is something else.
+        UsageError: not a reward.
     """
     listed: Any = rewards
     if isinstance(rewards, Mapping) and "name" not in rewards:
@@ -187,8 +192,8 @@ def reward_words(rewards: Rewards) -> list[dict[str, object]]:
             reward, weight = given
         if not (callable(reward) or isinstance(reward, str | Mapping)):
             raise UsageError(
-                f"rewards.{number}: {type(reward).__name__} is no reward. Give a name, a function, a mapping with "
-                "name and options, or one of these with its weight: (short, 0.1)"
+                f"rewards.{number}: {type(reward).__name__} is not a reward. Give a name, a function, a mapping with "
+                "name and options, or a pair with a weight: (short, 0.1)"
             )
         if callable(reward):
             word: dict[str, object] = {"name": registry.name_function(reward)}
@@ -203,13 +208,14 @@ def reward_words(rewards: Rewards) -> list[dict[str, object]]:
 
 
 def overrides_of(keys: Mapping[str, object]) -> list[Override]:
-    """Return keywords as dotted keys of a recipe, with their values as the command line would have them.
+    """Convert keyword arguments to dotted recipe keys, with values in command line syntax.
 
-    ``lr`` is ``train.lr``, as no other section has it; ``rollout__max_tokens``, ``rollout={"max_tokens": 96}`` and
-    ``**{"rollout.max_tokens": 96}`` are the same. A function stands for its name.
+    ``lr`` means ``train.lr``, because no other section has this key. ``rollout__max_tokens``,
+    ``rollout={"max_tokens": 96}`` and ``**{"rollout.max_tokens": 96}`` are equivalent. Functions are converted to
+    names.
 
     Raises:
-        RecipeError: no section has such a key, or several have; the message says what would do.
+        RecipeError: an unknown or ambiguous key. The message suggests valid keys.
     """
     pairs = []
     with reading("keys of the recipe"):
@@ -217,14 +223,16 @@ def overrides_of(keys: Mapping[str, object]) -> list[Override]:
             pairs += _flat(_whole_key(name), value)
         refuse_repeats(pairs)
     declare_code([text for _, text in pairs], os.getcwd())
+    declare_commands((f"--{key}={text}", "") for key, text in pairs)
     return pairs
 
 
 def refuse_repeats(overrides: list[Override]) -> list[Override]:
-    """Return the overrides, in which no key stands twice.
+    """Check that every key is given once.
 
     Raises:
-        RecipeError: one does; ``data`` is ``task``, ``eval_data`` is ``eval.tasks``, ``model`` is ``model.name``.
+        RecipeError: a repeated key. ``data`` is ``task``, ``eval_data`` is ``eval.tasks``, ``model`` is
+            ``model.name``.
     """
     counts = Counter(key.replace("-", "_").removesuffix(".name") for key, _ in overrides)
     for key, count in counts.items():
@@ -236,16 +244,16 @@ def refuse_repeats(overrides: list[Override]) -> list[Override]:
 
 @reading("recipe")
 def plain_recipe(recipe: Place | Mapping[str, object]) -> str | dict[str, Any]:
-    """Return the name or file of a recipe, or its content as plain data, with functions by their names.
+    """Convert a recipe to a name, a path, or plain data with functions replaced by names.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: anything else.
     """
     if isinstance(recipe, Mapping):
         return {key: json.loads(_as_json(key, value)) for key, value in recipe.items()}
     if not isinstance(recipe, str | os.PathLike):
         how = describe_config(recipe) or ". Give a name (tiny/grpo), a YAML file, or a mapping"
-        raise UsageError(f"recipe: {type(recipe).__name__} is none{how}")
+        raise UsageError(f"recipe: {type(recipe).__name__} is not a recipe{how}")
     return plain_path("recipe", recipe)
 
 
@@ -260,7 +268,7 @@ def _as_json(key: str, value: object) -> str:
         try:
             return json.dumps(value, default=_plain)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"{key}: {error}. Give a plain value, or a function") from None
+            raise RecipeError(f"{key}: {error}. Give plain values or functions") from None
 
 
 def _whole_key(name: str) -> str:
@@ -276,10 +284,10 @@ def _whole_key(name: str) -> str:
         return inside[0]
     if inside:
         keys = " or ".join(key.replace(".", "__") for key in inside)
-        raise RecipeError(f"{name}: several sections of a recipe have this key. Write {keys}")
+        raise RecipeError(f"{name}: several recipe sections have this key. Write {keys}")
     every = [key for known in sections.values() for key in known] + list(sections)
     hint = registry.suggest_key(name, every)
-    raise RecipeError(f"{name}: no section of a recipe has this key.{hint} `posttrain explain` describes them")
+    raise RecipeError(f"{name}: unknown recipe key.{hint} `posttrain explain` describes them")
 
 
 def check_inputs(
@@ -289,37 +297,42 @@ def check_inputs(
     arguments: Mapping[str, str] = _NONE,
     command: str = "",
 ) -> None:
-    """Refuse an argument that is no whole number from 1 on (an ``optional`` one may be None), and all ``others``.
+    """Check that numbers are positive integers and reject unknown arguments.
 
-    ``arguments``: those that the function has, by the option of the command that does the same.
+    Args:
+        needed: required numbers, by argument name.
+        optional: numbers that may be None.
+        others: unknown keyword arguments.
+        arguments: valid argument names, by equivalent command line option.
+        command: equivalent command, for suggestions.
 
     Raises:
-        UsageError: with the name of the argument, and the one that is meant.
+        UsageError: includes the argument name and a suggestion.
     """
     for name in others:
-        raise UsageError(f"{name}: there is no such argument.{_argument_hint(name, arguments, command)}")
+        raise UsageError(f"{name}: unknown argument.{_argument_hint(name, arguments, command)}")
     given = dict(needed)
     for name, value in optional.items():
         if value is not None:
             given[name] = value
     for name, value in given.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
-            raise UsageError(f"{name}: {shorten(value)} is no whole number from 1 on. Give one")
+            raise UsageError(f"{name}: {shorten(value)} is not a positive integer. Give 1 or more")
 
 
 def _argument_hint(name: str, arguments: Mapping[str, str], command: str) -> str:
-    """Return what an unknown argument is called here; ``arguments``: those that there are, by the command's options."""
+    """Suggest a replacement for an unknown argument."""
     options = answer_option(name, arguments).split(" or ")
     meant = [arguments[option] for option in options if option in arguments]
     if meant:
         return f" This is called {' or '.join(_COUNTED.get(one, one) for one in meant)} here."
     hint = answer_command(command, name) or answer_absent(name) or registry.suggest(name, arguments.values())
-    return hint or " The docstring describes those that there are"
+    return hint or " See the docstring for valid arguments"
 
 
 @contextmanager
 def without_command_line() -> Iterator[None]:
-    """Leave the words ``command line`` out of the errors in the block: keys were given in Python."""
+    """Drop ``command line:`` from error messages, since the keys come from Python."""
     try:
         yield
     except PosttrainError as error:

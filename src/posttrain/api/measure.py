@@ -1,4 +1,4 @@
-"""Measuring models on held-out tasks, and asking them."""
+"""Evaluation and generation from Python."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from posttrain.types import Example, Message
 from posttrain.untrusted import harmless
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
-# Arguments of both functions by the options of the commands.
+# Arguments shared by both functions, by command line option.
 _ALIKE = {f"--{name.replace('_', '-')}": name for name in (
     "max_tokens", "temperature", "top_p", "top_k", "template", "min_p", "min_tokens", "repetition_penalty", "stop"
 )}  # fmt: skip
@@ -71,7 +71,7 @@ _OF_GENERATE = {"--samples": "samples", **_ALIKE}
 
 @dataclass(frozen=True)
 class Measure:
-    """One result: its value, its 95 % interval (None where it has none), and the items that it was computed from."""
+    """A result with its 95 % interval (None if unavailable) and the evaluated items."""
 
     value: float
     interval: tuple[float, float] | None
@@ -83,7 +83,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished evaluation. Its results are by name: ``measured.accuracy``, ``measured["pass@4"]``."""
+    """A finished evaluation. Access results by name: ``measured.accuracy``, ``measured["pass@4"]``."""
 
     finished: FinishedEvaluation
 
@@ -94,24 +94,24 @@ class Measured:
 
     @property
     def results(self) -> dict[str, float]:
-        """All results by name."""
+        """All results, keyed by name."""
         return self.finished.results
 
     @property
     def accuracy(self) -> Measure:
-        """The share of the items that were answered correctly."""
+        """Fraction of items answered correctly."""
         return self["accuracy"]
 
     def __getitem__(self, name: str) -> Measure:
-        """Return a result by name.
+        """Look up a result by name.
 
         Raises:
-            UsageError: it was not measured; the message names what was.
+            UsageError: unknown result. The message lists available names.
         """
         results = self.results
         if name not in results:
             names = [known for known in results if not known.endswith(("_low", "_high"))]
-            what = f"{self.folder}: there is no result {name!r}.{suggest(name, names)}"
+            what = f"{self.folder}: unknown result {name!r}.{suggest(name, names)}"
             raise UsageError(f"{what} Give one of: {', '.join(names)}")
         low = results.get(f"{name}_low")
         high = results.get(f"{name}_high")
@@ -122,14 +122,14 @@ class Measured:
 
 
 def _read_components(name: str, given: str | Mapping[str, object] | None) -> list[Component]:
-    """Return the component that an argument names; none without one."""
+    """Convert an optional component argument to a list; empty if None."""
     if given is None:
         return []
     return [read_component(plain_component(name, given), name)]
 
 
 def _source_at(name: str, given: Place | None, runs: str) -> ModelSource | None:
-    """Return the run or model that an argument names; None without one."""
+    """Resolve an optional run or model argument; None stays None."""
     if given is None:
         return None
     return find_source(plain_path(name, given), runs)
@@ -142,7 +142,7 @@ def _path_at(name: str, given: Place | None) -> Path | None:
 
 
 def _rows_to_measure(data: Data | None, runs: str) -> dict[str, object] | None:
-    """Return the task of what was given as data; all given rows are measured, of a file its test part."""
+    """Convert data to a task. Rows given in Python are all evaluated; a file uses its test split."""
     if data is None:
         return None
     word = data_word(data, runs)
@@ -175,19 +175,19 @@ def evaluate(
     progress: bool = True,
     **others: object,
 ) -> Measured:
-    """Measure a model on held-out data, as ``posttrain evaluate`` does; results, page and every answer are stored.
+    """Evaluate a model on held-out data, like ``posttrain evaluate``. Results, report and all answers are saved.
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
-        data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default that of the run.
-        limit: rows at most; ``samples``: answers to each row; ``k``: of pass@k.
-        temperature: 0 is greedy; by default 0 for one answer to each item, else 1. Others are as keys of ``eval``.
-        max_tokens: of an answer; by default, as ``template``, that of the run, else 256.
-        best_of: a reward model's run that chooses among the samples. ``progress``: show a bar.
-        out: the folder of the results; by default in the run, else below ``evaluations``.
+        data: rows, a Dataset, a DataFrame, a file, a task name, or a task with options. Default: the run's task.
+        limit: maximum number of rows. ``samples``: answers per row. ``k``: values for pass@k.
+        temperature: 0 means greedy. Default: 0 with ``samples=1``, otherwise 1. For other options see ``eval`` keys.
+        max_tokens: maximum tokens per answer. Default, as for ``template``: the run's value, otherwise 256.
+        best_of: run with a reward model for best-of-n selection. ``progress``: show a progress bar.
+        out: output folder. Default: inside the run, or in ``evaluations`` if the model is not a run.
 
     Raises:
-        UsageError: something that cannot be measured; the message says what would work.
+        UsageError: invalid model, data or option. The message suggests a valid alternative.
 
     Examples:
         >>> accuracy = pt.evaluate(run, data=held_out).accuracy
@@ -214,24 +214,24 @@ def evaluate(
 
 
 def _measured(request: EvaluationRequest, progress: bool) -> Measured:
-    """Carry out a request of one model."""
+    """Run an evaluation request for a single model."""
     with choose_evaluation_progress(open_console(), not progress) as view:
         return Measured(evaluate_plan(make_plan(request), view)[0])
 
 
 def _drawing_of(k: object, stop: str | Sequence[str] | None, numbers: Mapping[str, object]) -> Drawing:
-    """Return how answers are drawn, of numbers as a user gives them."""
+    """Build sampling options from user-provided numbers."""
     plain: dict[str, Any] = {name: plain_number(value) for name, value in numbers.items()}
     return choose_drawing(k=plain_counts("k", k), stop=stop, batch=DEFAULT_BATCH, **plain)
 
 
 def evaluate_plan(plan: EvaluationPlan, progress: EvaluationProgress) -> list[FinishedEvaluation]:
-    """Carry out a plan; write results, records and pages."""
+    """Run an evaluation plan, and write results, records and reports."""
     return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
 
 def _check_drawing(temperature: object, top_p: object, seed: object, progress: object, runs_dir: object) -> str:
-    """Refuse what is no number, whole number or flag; return the folder of runs as text."""
+    """Check numbers and flags; return ``runs_dir`` as plain text."""
     check_numbers(temperature=temperature, top_p=top_p)
     check_whole("seed", seed)
     check_flag("progress", progress)
@@ -239,7 +239,7 @@ def _check_drawing(temperature: object, top_p: object, seed: object, progress: o
 
 
 def _template_for(source: ModelSource, template: str | Mapping[str, object] | None) -> Component | None:
-    """Return the template that is given, completed; None without one, for the model's own."""
+    """Complete the requested template; None selects the model's template."""
     if template is None:
         return None
     return complete_template(read_component(plain_component("template", template), "template"), source)
@@ -248,16 +248,16 @@ def _template_for(source: ModelSource, template: str | Mapping[str, object] | No
 def _refuse_none(**numbers: object) -> None:
     for name, number in numbers.items():
         if number is None:
-            raise UsageError(f"{name}: None is no number. Leave it out for the default")
+            raise UsageError(f"{name}: None is not a number. Omit it to use the default")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer to a prompt.
+    """A sampled answer.
 
-    ``text``: as graders see it, with the template's opening. ``answer``: found in it; None where there is none.
-    ``finish``: ``stop``, or ``length`` where it was cut off. ``logprob``: the mean log-probability of its tokens.
-    ``outcome``: the grader's verdict, where the gold answer is known.
+    ``text``: graded text, including the template's opening. ``answer``: extracted answer, None if not found.
+    ``finish``: ``stop``, or ``length`` if truncated. ``logprob``: mean log-probability per token. ``outcome``: grader
+    verdict, if the gold answer is known.
     """
 
     prompt: str
@@ -291,18 +291,18 @@ def generate(
     progress: bool = True,
     **others: object,
 ) -> list[Answer]:
-    """Sample answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.
+    """Sample answers for each prompt, like ``posttrain generate``, grouped by prompt in input order.
 
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
-        samples: answers to each prompt. ``temperature``: 0 is greedy.
-        min_p, min_tokens, repetition_penalty, stop: as the keys of ``eval`` in a recipe.
-        max_tokens, template: by default those of the run.
-        progress: say on stderr under which template the model is asked, if neither you nor a run says so.
+        samples: answers per prompt. ``temperature``: 0 means greedy.
+        min_p, min_tokens, repetition_penalty, stop: see the ``eval`` keys in a recipe.
+        max_tokens, template: default to the run's values.
+        progress: print the prompt template to stderr if neither the arguments nor a run specify one.
 
     Raises:
-        UsageError: no prompt, a model that cannot be asked, or prompts that are rendered in another template's form.
+        UsageError: an empty prompt, an unusable model, or prompts already rendered with a different template.
 
     Examples:
         >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
@@ -335,7 +335,7 @@ def generate(
 
 
 def _taken(examples: Sequence[Example], model: OpenedModel, progress: bool) -> list[Example]:
-    """Return the examples, those marked whose prompts are rendered already, which ``progress`` says."""
+    """Mark examples with already rendered prompts; print notes if ``progress`` is set."""
     taken, notes = take_rendered_prompts(examples, model.grader.template, model.tokenizer, "prompts")
     for line in notes if progress else ():
         print(harmless(f"note: {line}"), file=sys.stderr)
@@ -359,7 +359,7 @@ def answers_to(
     prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
     keys = []
     for number in range(len(examples)):
-        place: tuple[int, ...] = ()  # of the first prompt, which is answered as `posttrain generate` does
+        place: tuple[int, ...] = ()  # empty for the first prompt, to match `posttrain generate`
         if number > 0:
             place = (number,)
         keys.append([derive_key(seed, "generate", *place, i) for i in range(samples)])
@@ -384,20 +384,20 @@ def answers_to(
 
 @reading("prompts")
 def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
-    """Return prompts as examples; a text, or the messages of one conversation, is one prompt.
+    """Convert prompts to examples. A text or a list of messages counts as one prompt.
 
     Raises:
-        UsageError: there is none, or one is empty.
+        UsageError: no prompts, or an empty prompt.
     """
     if not isinstance(prompts, Iterable):
-        raise UsageError(f"prompts: {type(prompts).__name__} is none. Give questions, or lists of messages")
+        raise UsageError(f"prompts: {type(prompts).__name__} is not a prompt. Give questions, or lists of messages")
     listed: list[Any] = [prompts]
     if not isinstance(prompts, str | Mapping):
         listed = list(prompts)
     if not listed:
-        raise UsageError("prompts: there are none. Give at least one")
+        raise UsageError("prompts: no prompts. Give at least one")
     if isinstance(listed[0], Mapping):
-        listed = [listed]  # the messages of one conversation
+        listed = [listed]  # a single conversation
     examples = []
     for number, prompt in enumerate(listed):
         if not isinstance(prompt, Example):
@@ -407,10 +407,10 @@ def examples_of(prompts: Prompt | Iterable[Prompt | Example]) -> list[Example]:
 
 
 def example_of(prompt: Prompt, number: int) -> Example:
-    """Return a prompt as an example without an answer.
+    """Convert a prompt to an example without a gold answer.
 
     Raises:
-        UsageError: it is empty, or its messages are none.
+        UsageError: an empty prompt, or invalid messages.
     """
     if isinstance(prompt, str):
         prompt = plain_text(f"prompts.{number}", prompt)
@@ -418,7 +418,9 @@ def example_of(prompt: Prompt, number: int) -> Example:
             raise UsageError(f"prompts.{number}: the prompt is empty. Give a question")
         return Example(f"prompt/{number}", (Message("user", prompt),))
     if not isinstance(prompt, Sequence):
-        raise UsageError(f"prompts.{number}: give a text or a list of messages, not {type(prompt).__name__}")
+        raise UsageError(
+            f"prompts.{number}: {type(prompt).__name__} is not a prompt. Give a string, or a list of messages"
+        )
     for message in prompt:
         content = None
         if isinstance(message, Mapping):

@@ -1,4 +1,4 @@
-"""A run as an object: its records, checkpoints, report and export."""
+"""A training run as a Python object: records, checkpoints, report and export."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.arguments import check_flag, check_whole, plain_number, plain_path
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, find_run
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of ``pt.train`` or ``posttrain train``. It stands for its model wherever a model is named.
+    """A run created by ``pt.train`` or ``posttrain train``. Can be passed wherever a model is expected.
 
     Examples:
         >>> run = pt.load_run("runs/mine")
@@ -37,7 +38,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The folder name."""
         return self.folder.name
 
     @property
@@ -45,12 +46,12 @@ class Run:
         """State, step and primary metric.
 
         Raises:
-            DataError: the record is damaged.
-            UsageError: nothing was started in it.
+            DataError: a damaged record.
+            UsageError: training was never started.
         """
         status = RunDirectory(self.folder).read_status()
         if status is None:
-            raise UsageError(f"{self.folder}: this run was never started. Train it with pt.train")
+            raise UsageError(f"{self.folder}: this run was never started. Start it with pt.train")
         return status
 
     @property
@@ -60,21 +61,23 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """The metrics and times of each step: ``pandas.DataFrame(run.metrics)`` makes a table of them."""
+        """Training metrics and timings, one dict per step, ready for ``pandas.DataFrame(run.metrics)``."""
         rows = MetricsLog(self.folder / "metrics.jsonl").read()
         return [{"step": row.step, **row.metrics, **row.timing} for row in rows if not is_evaluation(row)]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The held-out results in the order of their steps: ``step``, ``task`` and the results."""
+        """Held-out results ordered by step; each dict has ``step``, ``task`` and all results."""
         points = evaluation_points(MetricsLog(self.folder / "metrics.jsonl").read())
         return [{"step": point.step, "task": point.name, **point.results} for point in points]
 
     def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
-        """Return the sampled completions of a training step (None: of all), or those of a held-out ``evaluation``.
+        """Load sampled completions, from a training step (None: all steps) or from a held-out ``evaluation``.
+
+        The evaluation ``panel`` has the answers to ``eval.prompts``.
 
         Raises:
-            UsageError: there is no such evaluation; the message names those that there are.
+            UsageError: unknown evaluation. The message lists known names.
 
         Examples:
             >>> [(rollout.completion, rollout.reward) for rollout in run.rollouts(step=10)][:1]
@@ -83,31 +86,33 @@ class Run:
         if step is not None:
             check_whole("step", step)
         if evaluation is not None and not isinstance(evaluation, str):
-            raise UsageError(f"evaluation: {shorten(evaluation)} is no name. Give a text")
+            raise UsageError(f"evaluation: {shorten(evaluation)} is not a name. Give a string")
         store = RolloutStore(self.folder / "rollouts.db", read_only=True)
         known = {str(point["task"]) for point in self.evaluations}
+        if evaluation == PANEL and store.evaluations(PANEL, limit=1):
+            known.add(PANEL)
         if evaluation is not None and evaluation not in known:
             there = ", ".join(sorted(known)) or "none"
             hint = suggest(evaluation, known)
-            raise UsageError(f"{self.folder}: there is no evaluation {evaluation!r}.{hint} There: {there}")
+            raise UsageError(f"{self.folder}: unknown evaluation {evaluation!r}.{hint} Available: {there}")
         if evaluation is None:
             return store.training(step)
         return store.evaluations(evaluation, step)
 
     def checkpoint(self, which: str | int = "best") -> Path:
-        """Return the folder of a checkpoint: ``best``, ``last``, or that of a step.
+        """Find a checkpoint folder by ``best``, ``last`` or step number.
 
-        Without a best one (nothing was evaluated), ``best`` is the last.
+        If nothing was evaluated, ``best`` is the last checkpoint.
 
         Raises:
-            UsageError: there is no such checkpoint.
+            UsageError: unknown checkpoint.
 
         Examples:
             >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
         """
         which = plain_number(which)
         if type(which) not in (str, int):
-            raise UsageError(f"checkpoint: {shorten(which)} is none. Give best, last or a step")
+            raise UsageError(f"checkpoint: {shorten(which)} is not a checkpoint. Give best, last or a step")
         folder = self.folder / "checkpoints"
         steps = checkpoint_steps(folder)
         known: dict[str | int, int] = {step: step for step in steps}
@@ -118,14 +123,14 @@ class Run:
         if step is None:
             there = ", ".join(map(str, steps)) or "none"
             raise UsageError(
-                f"{self.folder}: there is no checkpoint {which!r}.{suggest(str(which), map(str, known))} "
-                f"Give best, last or a step. There: {there}"
+                f"{self.folder}: unknown checkpoint {which!r}.{suggest(str(which), map(str, known))} "
+                f"Give best, last or a step. Available: {there}"
             )
         return step_folder(folder, step)
 
     @property
     def report(self) -> Path:
-        """The page ``report.html``, which is written now if it is not there."""
+        """Path to ``report.html``, written on first access if missing."""
         from posttrain.reports.summary import write_summary  # it draws
 
         page = self.folder / "report.html"
@@ -141,42 +146,47 @@ class Run:
         merge: bool = False,
         gguf: str | None = None,
     ) -> Path:
-        """Copy model, recipe and results to a new folder, as ``posttrain runs export`` does; return it.
+        """Export model, recipe and results to a new folder, like ``posttrain runs export``.
 
         Args:
-            to: a new folder outside of the runs.
-            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
-            merge: add a LoRA adapter to its base, so that the model stands alone.
-            gguf: also write a GGUF file by llama.cpp's converter: ``f32``, ``f16``, ``bf16`` or ``q8_0``.
+            to: a new folder outside the runs folder.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``. Default: best if available, otherwise
+                last.
+            merge: merge a LoRA adapter into the base model, for loading without the adapter.
+            gguf: also write a GGUF file with the llama.cpp converter: ``f32``, ``f16``, ``bf16`` or ``q8_0``.
+
+        Returns:
+            The new folder.
 
         Examples:
             >>> run.export("out", merge=True)
             PosixPath('out')
         """
-        from posttrain.runs.export import export_run  # which no training needs
+        from posttrain.runs.export import export_run  # not needed for training
 
         _check_export(weights, merge)
         if gguf is not None and not isinstance(gguf, str):
-            raise UsageError(f"gguf: {shorten(gguf)} is none. Give f32, f16, bf16 or q8_0")
+            raise UsageError(f"gguf: {shorten(gguf)} is not a GGUF type. Give f32, f16, bf16 or q8_0")
         target = Path(plain_path("to", to))
         return export_run(self.folder.parent, self.folder, target, weights=weights, merge=merge, gguf=gguf).target
 
     def push_to_hub(
         self, name: str, *, public: bool = False, weights: WeightsKind | None = None, merge: bool = False
     ) -> str:
-        """Upload the export to a repository of the Hugging Face hub, as ``posttrain runs export --push`` does.
+        """Upload an export to the Hugging Face Hub, like ``posttrain runs export --push``.
 
         Args:
-            name: of the repository, such as ``me/my-model``; it is made if it does not exist.
-            public: of a new repository; by default it is private.
-            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``; by default the best, else the last.
-            merge: add a LoRA adapter to its base, so that the model stands alone.
+            name: repository name, such as ``me/my-model``. Created if missing.
+            public: make a new repository public. Default: private.
+            weights: ``best``, ``last``, ``ema`` (averaged weights) or ``none``. Default: best if available, otherwise
+                last.
+            merge: merge a LoRA adapter into the base model, for loading without the adapter.
 
         Returns:
-            The URL of the repository.
+            The repository URL.
 
         Raises:
-            UsageError: there is no token, no network, or the hub refuses.
+            UsageError: missing token, no network, or an upload refused by the hub.
 
         Examples:
             >>> run.push_to_hub("me/my-model")
@@ -193,14 +203,14 @@ class Run:
 def _check_export(weights: object, merge: object) -> None:
     check_flag("merge", merge)
     if weights is not None and not isinstance(weights, str):
-        raise UsageError(f"weights: {shorten(weights)} is none. Give best, last, ema or none")
+        raise UsageError(f"weights: {shorten(weights)} is invalid. Give best, last, ema or none")
 
 
 def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:
-    """Return a run by its path, or by its name below ``runs_dir``.
+    """Load a run by path, or by name in ``runs_dir``.
 
     Raises:
-        UsageError: there is no such run; the message names those that there are.
+        UsageError: unknown run. The message lists known runs.
 
     Examples:
         >>> pt.load_run("runs/mine").checkpoint("last")

@@ -1,4 +1,4 @@
-"""Sweeps: rows and seeds of one question, each trial a process of its own."""
+"""Sweeps: rows x seeds, with each trial in a separate process."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ KEYS = ("recipe", "over", "rows", "seeds")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that ended.
+    """A completed or interrupted sweep.
 
-    ``results``: tables and findings (None: nothing finished); ``report``: its page. ``runs``: the finished ones; a
-    comparison has records of its runs in their place. ``failures``: the reason of each failed trial by its name.
-    ``is_interrupted``: it was stopped, and the same call goes on.
+    ``results``: tables and findings, None if nothing finished. ``report``: path to the HTML page. ``runs``: finished
+    runs (empty for comparisons, which store records). ``failures``: error message by trial name. ``is_interrupted``:
+    stopped early; repeat the same call to continue.
     """
 
     folder: Path
@@ -72,20 +72,20 @@ def sweep(
     progress: bool = True,
     **keys: object,
 ) -> Sweep:
-    """Train rows x seeds and compare them, as ``posttrain sweep`` does; finished trials of an earlier call are kept.
+    """Train rows x seeds and compare them, like ``posttrain sweep``. Trials finished by an earlier call are reused.
 
     Args:
-        spec: a sweep or a recipe that ships, its file, or a mapping: ``recipe`` (one of these), ``over``, ``rows`` and
-            ``seeds``, which may stand here or be arguments.
-        over: one key with its values, of a recipe of one run: a row for each value.
-        rows: names of the rows wanted; by default all.
-        seeds: runs of each row; by default the file's.
-        data: as of ``pt.train``, for every row, and so are ``eval_data``, ``rewards``, ``model`` and ``keys``.
-        jobs: trials at a time; by default one for each core, or one on a GPU.
-        run: the name of its folder; by default ``sweep-`` and the recipe's name.
+        spec: a shipped sweep or recipe, a file, or a mapping with ``recipe`` and optionally ``over``, ``rows`` and
+            ``seeds``. These can also be passed as arguments.
+        over: one key and a list of values, for a recipe that describes a single run. Each value becomes a row.
+        rows: names of rows to train. Default: all.
+        seeds: number of runs per row. Default: set in the file.
+        data: same as in ``pt.train``, applied to every row, as are ``eval_data``, ``rewards``, ``model`` and ``keys``.
+        jobs: number of concurrent trials. Default: one per core, or one on a GPU.
+        run: folder name. Default: ``sweep-`` plus the recipe name.
 
     Raises:
-        UsageError: a trial cannot be trained; nothing was begun.
+        UsageError: a trial cannot be trained. Checked before anything starts.
 
     Examples:
         >>> done = pt.sweep("tiny/grpo", over={"train.lr": [1e-5, 1e-4]}, seeds=2)
@@ -127,17 +127,17 @@ def load_plan(
     num_seeds: int | None,
     over: tuple[str, Sequence[str]] | None,
 ) -> SweepPlan | ComparisonPlan:
-    """Read and check a sweep or, where its file says so, a comparison; arguments as of ``load_sweep``."""
+    """Load and check a sweep, or a comparison if the file declares one. Arguments match ``load_sweep``."""
     if names_comparison(name_or_path, overrides, over):
         return load_comparison(name_or_path, overrides, folder=folder, rows=rows, num_seeds=num_seeds)
     return load_sweep(name_or_path, overrides, folder=folder, rows=rows, num_seeds=num_seeds, over=over)
 
 
 def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) -> dict[str, Any]:
-    """Return what a sweep is of, by key; ``named``: what was given by the arguments of these names.
+    """Collect sweep keys from the first argument and from ``named`` arguments.
 
     Raises:
-        RecipeError: an unknown key, one that is given twice, or no recipe.
+        RecipeError: an unknown key, a key given twice, or no recipe.
     """
     content: dict[str, Any] = {}
     if isinstance(spec, Mapping):
@@ -147,23 +147,23 @@ def _read_spec(spec: Place | Mapping[str, object], named: Mapping[str, object]) 
         content["recipe"] = plain_path("spec", spec)
     for key, value in named.items():
         if value is not None and content.get(key) is not None:
-            raise RecipeError(f"{key}: given twice, in the first argument and by name. Give it once")
+            raise RecipeError(f"{key}: given twice, as a keyword and inside the first argument. Give it once")
         if value is not None:
             content[key] = value
     for key in content:
         if not isinstance(key, str):
-            raise RecipeError(f"spec: the key {shorten(key)} is no text. Known keys: {', '.join(KEYS)}")
+            raise RecipeError(f"spec: the key {shorten(key)} is not a string. Known keys: {', '.join(KEYS)}")
         if key not in KEYS:
-            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
+            raise RecipeError(f"{key}: unknown sweep key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
     if not isinstance(content.get("recipe"), str):
-        raise RecipeError("recipe: a sweep needs this key, a recipe's name or file, such as tiny/grpo")
+        raise RecipeError("recipe: missing. Give a recipe name such as tiny/grpo, or a path")
     return content
 
 
 def _read_over(over: object) -> tuple[str, list[str]] | None:
     if over is None:
         return None
-    problem = 'over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}'
+    problem = 'over: invalid. Give one key and a list of values, such as {"train.lr": [1e-5, 1e-4]}'
     if not isinstance(over, Mapping) or len(over) != 1:
         raise RecipeError(problem)
     ((name, values),) = over.items()
@@ -174,7 +174,7 @@ def _read_over(over: object) -> tuple[str, list[str]] | None:
 
 
 def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -> Path:
-    """Return the folder of a sweep: called ``run``, else ``sweep-`` and its recipe's name."""
+    """Choose the sweep folder: ``run`` if given, otherwise ``sweep-`` plus the recipe name."""
     if run is not None:
         return Path(runs_dir) / check_run_name(run)
     name = name_of_recipe(recipe)
@@ -186,7 +186,7 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
 
 
 def make_sweep(plan: SweepPlan | ComparisonPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
-    """Make the trials that are not finished, and write results, tables, picture and page; ``quiet``: print failures."""
+    """Run unfinished trials, then write results, tables, plot and HTML page. ``quiet``: print failures only."""
     console = open_console()
 
     def tell(line: str, is_failure: bool) -> None:
@@ -217,5 +217,5 @@ def make_sweep(plan: SweepPlan | ComparisonPlan, command: str, jobs: int | None,
     else:
         page = write_sweep(results, plan.folder)
     if outcome.interrupted:
-        tell("stopped; everything so far is saved. The same command goes on from here", True)
+        tell("stopped; everything so far is saved. Repeat the command to continue", True)
     return Sweep(plan.folder, results, page, runs, outcome.failures, outcome.interrupted)

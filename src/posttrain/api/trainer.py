@@ -50,7 +50,7 @@ from posttrain.types import Batch, Example, Loss, Outputs, Rollout
 BASE: Mapping[str, Any] = {"task": {"name": "sums", "size": 1}, "objective": "grpo", "rollout": {}}
 Objective = str | Mapping[str, Any] | Callable[[Outputs, Batch], Loss]
 Groups = Sequence[Sequence[Rollout]]
-# Arguments of ``sample`` by the options of the commands.
+# Arguments of ``sample``, by command line option.
 _OF_SAMPLE = {"--samples": "samples", "--max-tokens": "max_tokens"}
 
 
@@ -63,19 +63,19 @@ class Gradients:
 
 
 class Trainer:
-    """A model with its sampler, its objective and its optimizer, in one process; the loop is yours.
+    """Model, sampler, objective and optimizer in a single process, for custom training loops.
 
-    The random numbers of step k are those of step k of ``pt.train`` with the same seed.
+    Random numbers in step k match step k in ``pt.train`` with the same seed.
 
     Args:
-        model: as of ``pt.train``.
-        recipe: names the method and all options; by default GRPO's objective.
-        data: as of ``pt.train``; gives ``prompts``.
-        rewards: as of ``pt.train``; grade what is sampled.
-        keys: as of ``pt.train``.
+        model: same as in ``pt.train``.
+        recipe: method and options. Default: GRPO.
+        data: same as in ``pt.train``; source for ``prompts``.
+        rewards: same as in ``pt.train``; used to grade samples.
+        keys: same as in ``pt.train``.
 
     Raises:
-        UsageError: the model or an option cannot be used.
+        UsageError: an unusable model or option.
 
     Examples:
         >>> trainer = pt.Trainer("tiny-sft", data=rows, rewards=["correct"], lr=1e-5, group_size=8)
@@ -99,9 +99,9 @@ class Trainer:
             words = given(runs_dir, data, None, rewards, model)
             self.recipe, _ = read_recipe(plain_recipe(recipe), list(overrides.items()), words)
         if self.recipe.rollout is None:
-            raise UsageError("recipe: it trains on data, and a trainer samples. Give a recipe with 'rollout'")
+            raise UsageError("recipe: 'rollout' is missing, so nothing is sampled. Give a recipe with 'rollout'")
         if self.recipe.scale.processes > 1:
-            raise UsageError("scale.processes: a trainer works in one process. Leave it out")
+            raise UsageError("scale.processes: a trainer runs in a single process. Remove it")
         self.parts: TrainerState = prepare(self.recipe)
         assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
@@ -111,16 +111,16 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The transformers model that is trained."""
+        """The trained transformers model."""
         return self.parts.model
 
     @property
     def tokenizer(self) -> Any:
-        """Its tokenizer."""
+        """The model's tokenizer."""
         return self.parts.tokenizer
 
     def prompts(self, step: int) -> list[Example]:
-        """Return the examples of step ``step`` (from 1), in the order in which ``pt.train`` takes them.
+        """Draw the examples for a step, counted from 1, in the same order as ``pt.train``.
 
         Examples:
             >>> [example.answer for example in trainer.prompts(1)]
@@ -137,16 +137,16 @@ class Trainer:
         max_tokens: int | None = None,
         **others: object,
     ) -> list[list[Rollout]]:
-        """Sample completions of each prompt with the current weights, and grade them.
+        """Sample and grade completions with the current weights.
 
         Args:
-            prompts: questions, lists of messages, or the examples of ``prompts``, which have gold answers.
-            samples: completions of each prompt; by default ``rollout.group_size``.
-            max_tokens: by default ``rollout.max_tokens``.
+            prompts: questions, lists of messages, or examples from ``prompts``, which include gold answers.
+            samples: completions per prompt. Default: ``rollout.group_size``.
+            max_tokens: default ``rollout.max_tokens``.
 
         Returns:
-            A list for each prompt. A ``Rollout`` has ``text``, ``reward`` and its ``parts``, and takes an
-            ``advantage``.
+            A list per prompt. Each ``Rollout`` has ``text``, ``reward`` and reward ``parts``. Set ``advantage`` before
+            training.
 
         Examples:
             >>> groups = trainer.sample(["What is 3 plus 4?"], samples=2)
@@ -177,12 +177,12 @@ class Trainer:
         return groups
 
     def batch(self, groups: Groups) -> Batch:
-        """Return sampled completions as rows, with the numbers that the objective reads (``old_logprobs``, ...).
+        """Collate sampled completions into a batch with all fields required by the objective (``old_logprobs``, ...).
 
-        Each has its ``advantage``, where the objective reads advantages.
+        If the objective reads advantages, ``advantage`` must be set on every completion.
 
         Raises:
-            UsageError: one has none, or the objective reads pairs.
+            UsageError: a missing advantage, or an objective on pairs.
 
         Examples:
             >>> trainer.batch(groups).tokens.shape
@@ -191,28 +191,29 @@ class Trainer:
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
         if not _is_sampled(groups):
-            raise UsageError(
-                "batch: give what sample returned: a list of completions for each prompt, none of them empty"
-            )
+            raise UsageError("batch: not sampled completions. Give the result of sample: a non-empty list per prompt")
         units: list[tuple[tuple[int, int], ...]] = [
             ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
         ]
         if "advantages" in self.source.batch_fields.needs:
             for one in (one for group in groups for one in group):
                 if one.advantage is None:
-                    raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+                    raise UsageError(
+                        "batch: a completion has no advantage. Set rollout.advantage for every completion, such as 0.0"
+                    )
                 one.advantage = _read_advantage(one.advantage)
         return self.source.batch_fields(self.source.batch_of(groups, units))
 
     def forward_backward(self, batch: Batch | Groups, objective: Objective | None = None) -> Gradients:
-        """Add the gradients of an objective to those of the parameters.
+        """Compute the loss and accumulate gradients.
 
         Args:
-            batch: of ``batch``, or what ``sample`` returned, with advantages.
-            objective: a name, a name with options, or a function ``(outputs, batch) -> Loss``; by default the recipe's.
+            batch: a batch from ``batch``, or groups from ``sample`` with advantages set.
+            objective: a name, a mapping with name and options, or a function ``(outputs, batch) -> Loss``. Default:
+                set in the recipe.
 
         Raises:
-            UsageError: the objective reads something that the batch does not have.
+            UsageError: the objective reads a field missing from the batch.
 
         Examples:
             >>> trainer.forward_backward(groups, "grpo").loss
@@ -238,12 +239,12 @@ class Trainer:
         entry = registry.find("objective", word.name, "objective")
         missing = sorted(needed_fields(entry, word.options, True) - batch.fields.keys())
         if missing or entry.traits.get("level", "token") != method.level:
-            lacks = "is of another unit"
+            lacks = "has a different unit"
             if missing:
                 lacks = f"reads {', '.join(missing)}"
             raise UsageError(
-                f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
-                f"made: pt.Trainer(..., objective={word.name!r})"
+                f"objective: {word.name!r} {lacks}, which this trainer did not prepare. Pass it to the constructor"
+                f": pt.Trainer(..., objective={word.name!r})"
             )
         function: Callable[[Outputs, Batch], Loss] = entry.bind(word.options, "objective")
         regularize = self.recipe.regularize
@@ -252,14 +253,17 @@ class Trainer:
         return replace(method, objective=function, vanishes=None)
 
     def optim_step(self, lr: float | None = None) -> float:
-        """Clip the gradients, update the weights, and clear the gradients; return the norm before clipping.
+        """Clip gradients, update weights, and zero gradients.
 
         Args:
-            lr: by default that of the recipe's schedule.
+            lr: learning rate. Default: current value in the recipe's schedule.
+
+        Returns:
+            Gradient norm before clipping.
 
         Raises:
-            UsageError: there are no gradients, or ``lr`` is no number from 0 on.
-            NonFiniteLoss: loss or norm is not finite; the weights are as before.
+            UsageError: no gradients, or a negative or infinite ``lr``.
+            NonFiniteLoss: non-finite loss or norm; weights are unchanged.
 
         Examples:
             >>> trainer.optim_step(lr=1e-5)
@@ -274,9 +278,9 @@ class Trainer:
         check_numbers(lr=lr)
         lr = float(lr)
         if all(parameter.grad is None for parameter in (*own, *apart)):
-            raise UsageError("optim_step: there are no gradients. Call forward_backward first")
+            raise UsageError("optim_step: no gradients. Call forward_backward first")
         if not 0 <= lr < math.inf:
-            raise UsageError(f"optim_step: lr is {lr}. Give a number from 0 on")
+            raise UsageError(f"optim_step: lr is {lr}. Give a finite number, 0 or more")
         self._loss = 0.0
         norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
         self.step = step
@@ -284,7 +288,7 @@ class Trainer:
         return norm
 
     def save(self, path: Place) -> Path:
-        """Write model and tokenizer to a folder, which transformers and every command can open; return it.
+        """Save model and tokenizer to a folder that transformers and every posttrain command can load.
 
         Examples:
             >>> pt.generate(trainer.save("out"), ["What is 3 plus 4?"])
@@ -308,7 +312,7 @@ class Trainer:
 
 
 def _is_sampled(groups: object) -> bool:
-    """Return whether these are lists of completions, none of them empty."""
+    """Check if the value is a list of non-empty lists of rollouts."""
     if not isinstance(groups, Sequence) or not groups:
         return False
     return all(
@@ -317,13 +321,15 @@ def _is_sampled(groups: object) -> bool:
 
 
 def _read_advantage(value: object) -> float:
-    """Return an advantage as a number; a tensor or an array of one number is that number.
+    """Convert an advantage to float; tensors and arrays must have one element.
 
     Raises:
-        UsageError: it is no finite number.
+        UsageError: not a finite number.
     """
     with reading("batch: advantage"):
         number = plain_number(value.item() if hasattr(value, "item") else value)
     if type(number) not in (int, float) or not math.isfinite(number):
-        raise UsageError(f"batch: the advantage {shorten(value)} is no finite number. Set rollout.advantage to one")
+        raise UsageError(
+            f"batch: the advantage {shorten(value)} is not finite. Set rollout.advantage to a finite number"
+        )
     return float(number)

@@ -41,10 +41,10 @@ from posttrain.training.files import Observer
 
 @dataclass
 class Event:
-    """An event of a run, which a callback is given; ``event.stop()`` ends the run after this step.
+    """A run event passed to callbacks. Call ``event.stop()`` to end the run after this step.
 
-    ``metrics``: of a step, or the results of an evaluation on ``task``. ``path``: of a checkpoint; ``is_best``: it has
-    the best weights so far.
+    ``metrics``: step metrics, or evaluation results on ``task``. ``path``: checkpoint path. ``is_best``: the
+    checkpoint has the best weights so far.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Event:
     is_stopped: bool = False
 
     def stop(self) -> None:
-        """End the run cleanly: it saves a checkpoint, writes its report, and its state is ``stopped``."""
+        """Stop the run cleanly: it saves a checkpoint, writes a report, and ends in state ``stopped``."""
         self.is_stopped = True
 
 
@@ -64,7 +64,7 @@ Callables = Callback | Sequence[Callback]  # one, or several, which are called i
 
 
 def callbacks_of(given: object) -> list[Any]:
-    """Return the functions of an argument that takes none, one or a list."""
+    """Convert None, a function or a list of functions to a list."""
     if given is None:
         return []
     if issubclass(type(given), list | tuple):  # isinstance would ask the object itself
@@ -73,17 +73,19 @@ def callbacks_of(given: object) -> list[Any]:
 
 
 def _check_callback(name: str, callback: object) -> None:
-    """Refuse what cannot be called with an event.
+    """Check that a callback accepts an event.
 
     Raises:
-        UsageError: with the name of the argument.
+        UsageError: includes the argument name.
     """
     is_class = issubclass(type(callback), type)  # isinstance would ask the object itself
     if is_class or not callable(callback):
         what = type(callback).__name__
         if is_class:
             what = f"the class {getattr(callback, '__name__', '?')}"
-        raise UsageError(f"{name}: {what} is no function. Give one of an event, or a list of them: def {name}(event)")
+        raise UsageError(
+            f"{name}: {what} is not a function. Give a function, or a list of functions: def {name}(event)"
+        )
     with reading(name):
         if not registry.takes_one(callback):
             raise UsageError(f"{name}: the function must take one argument, the event. Give def {name}(event)")
@@ -91,7 +93,7 @@ def _check_callback(name: str, callback: object) -> None:
 
 @dataclass
 class Callbacks:
-    """An observer that calls functions of the user after a view of the progress."""
+    """An observer that updates the progress display, then calls user callbacks."""
 
     view: Observer
     on_step: Callables | None = None
@@ -129,7 +131,7 @@ class Callbacks:
         self.is_stopped = self.is_stopped or happened.is_stopped
 
     def should_stop(self) -> bool:
-        """Return whether a callback has ended the run."""
+        """Check if a callback requested a stop."""
         return self.is_stopped
 
 
@@ -150,36 +152,36 @@ def train(
     on_checkpoint: Callables | None = None,
     **keys: object,
 ) -> Run:
-    """Train by a recipe, as ``posttrain train`` does, and return the run; curves and report are written.
+    """Train from a recipe, like ``posttrain train``, write curves and report, and return the run.
 
     Args:
-        recipe: a name that ``posttrain recipes`` lists, a YAML file, or a mapping (``{"extends": "tiny/grpo", ...}``).
-        data: rows, a Dataset, a DataFrame, a file, a task's name, or a task with options. By default the recipe's task.
-        eval_data: what is evaluated on; by default the recipe's tasks, and with ``data`` a part of it that is held out.
-        rewards: names, functions, or either with a weight: ``["correct", (short, 0.1)]``. A function takes any of
-            ``text``, ``answer``, ``meta``, ... by name, or has TRL's form, ``(completions, **columns)``.
-        model: a name, a folder, a run, a loaded ``(model, tokenizer)``, of which a copy is trained, or its keys.
-        run: the name of its folder below ``runs_dir``; by default the recipe's name, with a number where that is taken.
-        resume: continue the run from its newest checkpoint; all other arguments are the same as when it began.
-        accept_changes: continue although recipe or records are others than those of the checkpoint.
-        progress: show the progress; without it, nothing but notes.
-        on_step: a function, or a list of them, called with an ``Event`` after each step; its ``stop()`` ends the run.
-            So are ``on_evaluation`` and ``on_checkpoint`` after these.
-        keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
-            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``. A
-            ``LoraConfig`` (``peft_config=``) and training arguments of TRL (``args=``) are read as keys.
+        recipe: a name listed by ``posttrain recipes``, a YAML file, or a mapping (``{"extends": "tiny/grpo", ...}``).
+        data: rows, a Dataset, a DataFrame, a file, a task name, or a task with options. Default: the recipe's task.
+        eval_data: evaluation data. Default: the recipe's evaluation tasks, or a held-out split if ``data`` is given.
+        rewards: names or functions, optionally with weights: ``["correct", (short, 0.1)]``. Functions take any of
+            ``text``, ``answer``, ``meta``, ... by name, or use the TRL signature ``(completions, **columns)``.
+        model: a name, a folder, a run, a loaded ``(model, tokenizer)`` (training uses a copy), or ``model`` keys.
+        run: folder name in ``runs_dir``. Default: the recipe name, plus a number if already taken.
+        resume: continue from the newest checkpoint. All other arguments must match the original call.
+        accept_changes: resume even if recipe or records changed since the checkpoint.
+        progress: show progress. If False, only notes are printed.
+        on_step: a function or a list of functions, called with an ``Event`` after each step. ``event.stop()`` ends the
+            run. ``on_evaluation`` and ``on_checkpoint`` work the same way.
+        keys: recipe keys. ``lr=1e-5`` works if only one section has this key. Otherwise write
+            ``rollout__max_tokens=96`` or ``rollout={"max_tokens": 96}``. A function can replace a component:
+            ``objective=mine``. ``peft_config=LoraConfig(...)`` and TRL's ``args=`` are translated.
 
     Raises:
-        UsageError: the recipe, or what is given with it, cannot be used; nothing was changed.
-        RunConflict: there is a run of this name.
-        RunFailure: the work failed; what was saved can be resumed.
+        UsageError: an invalid recipe or argument; nothing was changed.
+        RunConflict: a run with this name exists.
+        RunFailure: training failed. Saved work can be resumed.
 
     Examples:
         >>> pt.train("tiny/grpo", data=rows, rewards=["correct", (short, 0.1)], steps=50, run="mine").status.state
         'finished'
     """
     stop_import()
-    if is_follower():  # torchrun has started several of this script; the first one goes on with the run
+    if is_follower():  # torchrun started multiple copies; rank 0 continues
         raise SystemExit(follow())
     runs_dir, run = _check_places(runs_dir, run, resume, progress=progress, accept_changes=accept_changes)
     name = plain_recipe(recipe)
@@ -196,22 +198,22 @@ def train(
 
 
 def _called(name: str | dict[str, Any]) -> str:
-    """Return what a recipe is called; one that is given as a mapping is ``run``."""
+    """Choose a recipe name for display; ``run`` for mappings."""
     if isinstance(name, str):
         return name
     return "run"
 
 
 def _check_places(runs_dir: Place, run: str | None, resume: object, **flags: bool) -> tuple[str, str | None]:
-    """Return both as plain text; refuse what is neither, and ``flags`` that are none."""
+    """Convert ``runs_dir`` and ``run`` to plain text, and check boolean arguments."""
     if not isinstance(resume, bool):
         raise UsageError(
-            f"resume: {shorten(resume)} is neither True nor False. The run to continue is named as run='mine'"
+            f"resume: {shorten(resume)} is not a boolean. To continue a run, pass run='mine' and resume=True"
         )
     for name, flag in flags.items():
         check_flag(name, flag)
     if run is not None and not isinstance(run, str):
-        raise UsageError(f"run: {type(run).__name__} is no name. Give a text; the folder of the runs is runs_dir")
+        raise UsageError(f"run: {type(run).__name__} is not a name. Give a string, and the parent folder as runs_dir")
     if run is not None:
         run = plain_text("run", run)
     return plain_path("runs_dir", runs_dir), run
@@ -224,7 +226,7 @@ def given(
     rewards: Rewards | None,
     model: Model | Mapping[str, object] | None,
 ) -> list[Override]:
-    """Return what was given in Python as keys of a recipe."""
+    """Convert Python arguments to recipe keys."""
     keys: dict[str, Any] = {}
     if model is not None:
         if isinstance(model, Mapping):
@@ -240,7 +242,7 @@ def given(
         if "path" in word:
             word = {"split": "all"} | word
         keys["eval.tasks"] = [word]
-        if "path" in keys.get("task", {}):  # nothing of it need be held out
+        if "path" in keys.get("task", {}):  # evaluation has separate data, so train on all rows
             keys["task"] = {"split": "all"} | keys["task"]
     if rewards is not None:
         keys["rewards"] = reward_words(rewards)
@@ -250,31 +252,37 @@ def given(
 def read_recipe(
     name: str | dict[str, Any], overrides: Sequence[Override], given: Sequence[Override] = ()
 ) -> tuple[Recipe, list[str]]:
-    """Return the checked and resolved recipe, and a line for each component whose options an override replaces.
+    """Load and resolve a recipe.
 
-    ``given``: what comes before the overrides and replaces components on purpose.
+    Args:
+        name: recipe name, file or content.
+        overrides: keys that override the recipe.
+        given: keys applied before ``overrides``, which replace components on purpose.
+
+    Returns:
+        The recipe, with a note for each component whose options an override dropped.
 
     Raises:
-        UsageError: it cannot be used; nothing was built.
+        UsageError: an invalid recipe; nothing was built.
     """
     recipe = load_recipe(name, refuse_repeats([*given, *overrides])).resolve()
     if not recipe.eval.every and any(key == "eval.tasks" for key, _ in given):
-        raise UsageError("eval_data: nothing is evaluated, as eval.every is 0. Give both, such as eval__every=10")
+        raise UsageError("eval_data: not used, because eval.every is 0. Set it too, such as eval__every=10")
     refuse_tasks([recipe.task, *recipe.eval.tasks])
     resolve_components(recipe)
     return recipe, lost_options(name, overrides)
 
 
 def inert_lines(recipe: Recipe) -> list[str]:
-    """Return a line for each reason why options of a resolved recipe do nothing in its run, or act on rounding."""
+    """List options without effect in this run, or with effects below rounding."""
     return option_notes(recipe, resolve_components(recipe).needs)
 
 
 def refuse_tasks(named: Iterable[Component]) -> None:
-    """Call the trait ``refuse`` of tasks, which knows options that cannot be used; nothing is read for that.
+    """Call each task's ``refuse`` trait, which rejects invalid options without reading data.
 
     Raises:
-        UsageError: from the trait.
+        UsageError: raised by the trait.
     """
     for component in named:
         for task in task_components(component):
@@ -284,23 +292,23 @@ def refuse_tasks(named: Iterable[Component]) -> None:
 
 
 def session_notes(names: Sequence[str], scale: ScaleSection | None) -> list[str]:
-    """Return a line for each of the functions of this session that a recipe names; no other process can import them.
+    """Describe notebook functions and lambdas in a recipe, since other processes cannot import them.
 
     Raises:
-        UsageError: the run has several processes, or (``scale`` None) another process trains by the recipe.
+        UsageError: multiple processes are configured, or (``scale`` None) training runs in a different process.
     """
     is_alone = scale is not None and scale.processes == 1 and scale.launcher == "local"
     if names and not is_alone:
         raise UsageError(
-            f"{', '.join(names)}: a lambda or a function of a notebook is in no file, so other "
-            "processes cannot import it. Put it into a file (mine.py) and import it from there"
+            f"{', '.join(names)}: lambdas and notebook functions are not in a file, so other "
+            "processes cannot import them. Move the function to a file (mine.py) and import it"
         )
-    what = "a lambda or a function of a notebook is in no file, so the run cannot be resumed by another process"
+    what = "lambdas and notebook functions are not in a file, so no other process can resume this run"
     return [f"{name}: {what}" for name in names]
 
 
 def write_run_summary(folder: Path) -> None:
-    """Draw the curves of a run that has ended, and write its results and report."""
-    from posttrain.reports.summary import write_summary  # it draws, which training does not need
+    """Plot curves for an ended run, and write results and report."""
+    from posttrain.reports.summary import write_summary  # imports matplotlib, which training does not need
 
     write_summary(folder)

@@ -1,4 +1,4 @@
-"""Exact futures of a run with one thing changed."""
+"""Exact counterfactual continuations of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from posttrain.terminal.console import open_console, say
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Futures of a run, as ``pt.what_if`` leaves them in a folder.
+    """Counterfactual futures of a run, saved by ``pt.what_if``.
 
-    ``results``: the plan, the equality of the unchanged future with the run, every future, and the table.
+    ``results``: plan, equality check between the unchanged future and the original run, all futures, and the table.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class WhatIf:
 
     @property
     def picture(self) -> Path | None:
-        """The picture of all futures; None where nothing was played."""
+        """Path to the plot of all futures; None if nothing was played."""
         path = self.folder / PICTURE
         if path.is_file():
             return path
@@ -42,19 +42,19 @@ class WhatIf:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if it was stopped before every future ended."""
+        """True if interrupted before all futures ended."""
         return any(one.state == "interrupted" for one in self.results.futures)
 
     @property
     def runs(self) -> dict[str, Run]:
-        """The futures that were played to the end, as runs, by the name of their folder: metrics, rollouts, weights."""
+        """Completed futures as runs with metrics, rollouts and weights, keyed by folder name."""
         return {one.folder.name: Run(one.folder) for one in self.results.futures if self.results.is_whole(one)}
 
     def run_of(self, change: str, seed: int = 0) -> Run:
-        """Return the future of a change as a run; ``unchanged`` is one.
+        """Look up the run for a change; ``unchanged`` selects the unchanged future.
 
         Raises:
-            UsageError: there is none, or it was not played to the end.
+            UsageError: unknown change, or an unfinished future.
 
         Examples:
             >>> done.run_of("drop prompt:3").checkpoint("last")
@@ -64,9 +64,7 @@ class WhatIf:
             if one.future.seed == seed:
                 return Run(one.folder)
         known = ", ".join(self.results.labels())
-        raise UsageError(
-            f"there is no future {change!r} with seed {seed} that was played to the end. There are: {known}"
-        )
+        raise UsageError(f"no finished future {change!r} with seed {seed}. Available: {known}")
 
 
 def what_if(
@@ -82,24 +80,24 @@ def what_if(
     runs_dir: Place = "runs",
     progress: bool = True,
 ) -> WhatIf:
-    """Play futures of a run with one thing changed, and the unchanged one, as ``posttrain what-if`` does.
+    """Replay a run with single changes, plus one unchanged future, like ``posttrain what-if``.
 
-    A future is exact: it goes on from the weights, the optimizer and the random numbers after step ``at``, so that the
-    unchanged one equals the run to the bit. The run is only read.
+    Futures are exact: each continues with the weights, optimizer state and random numbers after step ``at``, so the
+    unchanged future matches the run bit for bit. The original run is opened read-only.
 
     Args:
-        run: a run, its folder, or its name below ``runs_dir``.
-        at: the step after which something changes. It starts from the newest checkpoint of it or before, and replays.
-        changes: ``"train.lr=1e-5,1e-4"`` (a future for each value), ``"drop prompt:3"``, ``"reward 3.2=0"``: prompts of
-            the step after ``at`` and answers to each are numbered from 0, in the order of ``run.rollouts(step)``.
-        over: further keys of the recipe with their values: ``{"train.lr": [1e-5, 1e-4]}``.
-        steps: of each future; by default 20, or as many as the run has left.
-        seeds: futures of each change: that of the run's seed, and others from the second rollout batch on.
-        jobs: futures at a time; by default as many as the cores allow with the run's threads, one on a GPU.
-        name: of the results' folder; by default ``what-if-RUN-at-STEP``.
+        run: a run, a folder, or a run name in ``runs_dir``.
+        at: the last unchanged step. Replay starts from the newest checkpoint at or before this step.
+        changes: ``"train.lr=1e-5,1e-4"`` (one future per value), ``"drop prompt:3"``, ``"reward 3.2=0"``. Prompts in
+            the step after ``at`` and answers per prompt are numbered from 0, ordered as in ``run.rollouts(step)``.
+        over: more recipe keys with values: ``{"train.lr": [1e-5, 1e-4]}``.
+        steps: steps per future. Default: 20, or the remaining steps if fewer.
+        seeds: futures per change. The first uses the run's seed; others differ from the second rollout batch on.
+        jobs: number of concurrent futures. Default: limited by cores and the run's threads, or one on a GPU.
+        name: name of the results folder. Default: ``what-if-RUN-at-STEP``.
 
     Raises:
-        UsageError: something cannot be changed, or there is no checkpoint before; nothing was begun.
+        UsageError: an invalid change, or no earlier checkpoint. Checked before anything starts.
         RunFailure: the run could not be replayed.
 
     Examples:
@@ -119,10 +117,10 @@ def what_if(
 
 
 def _list_keys(over: object) -> list[str]:
-    """Return keys with their values as the command line writes them."""
+    """Format keys and values in command line syntax."""
     if over is None:
         return []
-    problem = 'over: keys with lists of values are needed, such as {"train.lr": [1e-5, 1e-4]}'
+    problem = 'over: invalid. Give keys with lists of values, such as {"train.lr": [1e-5, 1e-4]}'
     if not isinstance(over, Mapping):
         raise UsageError(problem)
     words = []
@@ -143,10 +141,10 @@ def _value_of(value: object) -> str:
 def play_futures(
     planned: Planned, *, jobs: int | None, name: str | None, runs_dir: str | os.PathLike[str], quiet: bool
 ) -> WhatIf:
-    """Play a checked plan in a new folder, and write its results; ``quiet``: print failures alone.
+    """Run a checked plan in a new folder, and write results. ``quiet``: print failures only.
 
     Raises:
-        RunConflict: the name is taken.
+        RunConflict: the folder exists.
     """
     if name is not None:
         check_run_name(name)
@@ -172,10 +170,10 @@ def _finish(folder: Path) -> WhatIf:
 
 
 def load_what_if(folder: Place) -> WhatIf:
-    """Return the results that ``pt.what_if`` or ``posttrain what-if`` has left in a folder.
+    """Load results saved by ``pt.what_if`` or ``posttrain what-if``.
 
     Raises:
-        UsageError: it has none.
+        UsageError: no results in this folder.
 
     Examples:
         >>> pt.load_what_if("runs/what-if-mine-at-40").results.labels()

@@ -1,1 +1,1 @@
-"""The command line: one file per command, with its options and its body."""
+"""Command line interface: one module per command, defining options and implementation."""

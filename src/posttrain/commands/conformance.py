@@ -1,6 +1,6 @@
-"""``posttrain conformance``: whether somebody's trainer computes what it says.
+"""``posttrain conformance``: check if another trainer computes the published equations.
 
-Only the standard library is imported here; the checks take torch and nothing else.
+Imports only the standard library; checks need torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from posttrain.commands.options import CommandOptions, option
 
 EPILOG = """\
-the module has one function or more, in float64:
-  loss(batch, config, micro_batches)       the number to differentiate, of one optimizer step
-  advantages(rewards, group)               one number for each reward
-  score(logits, tokens, temperature)       log-probabilities of the tokens, maybe with their entropies
-  rows(prompts, answers, pad, end)         tokens and mask of rows
-what a function does not offer it declines: return NotImplemented
+the module defines one or more of these functions, in float64:
+  loss(batch, config, micro_batches)       scalar loss for an optimizer step
+  advantages(rewards, group)               advantage per reward
+  score(logits, tokens, temperature)       token log-probabilities, optionally with entropies
+  rows(prompts, answers, pad, end)         padded tokens and mask
+to skip an unsupported case, return NotImplemented
   posttrain conformance mine.py
   posttrain conformance trl --format json
 """
@@ -25,7 +25,7 @@ what a function does not offer it declines: return NotImplemented
 OPTIONS = CommandOptions(
     option(
         "module", metavar="MODULE",
-        help="a Python file, a module, or an adapter that comes with it: own, trl; its code is run",
+        help="a Python file, a module, or a built-in adapter (own, trl); the code is executed",
     ),
     option("--format", choices=("table", "json"), default="table", dest="output", help="(default: table)"),
     option("--json", action="store_const", const="json", dest="output", help="the same as --format json"),
@@ -34,7 +34,7 @@ OPTIONS = CommandOptions(
 
 
 def run_conformance(arguments: argparse.Namespace) -> int:
-    """Run every check, print the table; 1 where something is neither as in the equations nor a convention."""
+    """Run all checks, print a table; exit code 1 if a result fits neither the equations nor a known convention."""
     from posttrain.conformance.run import check_module, table_lines
 
     report = check_module(arguments.module)

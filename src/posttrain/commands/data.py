@@ -1,4 +1,4 @@
-"""``posttrain data``: the data sets, and the contents of one."""
+"""``posttrain data``: list data sets, or show a data set's contents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE_TASK = 10**9
 
 
 def run_data(arguments: argparse.Namespace) -> int:
-    """List the tasks, or show the contents of one."""
+    """List tasks, or show a task's contents."""
     console = open_console()
     if arguments.action == "list":
         if arguments.name is not None:
@@ -58,7 +58,7 @@ def run_data(arguments: argparse.Namespace) -> int:
 
     stats = describe_task(task, measure, n=arguments.limit or WHOLE_TASK)
     if stats.num_read == 0:
-        raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: no examples found")
     if rendered := note_rendered(task, tokenizer):
         task = replace(task, warnings=(*task.warnings, rendered))
     _print_description(console, task, stats, unit, arguments.max_tokens)
@@ -71,7 +71,7 @@ def run_data(arguments: argparse.Namespace) -> int:
             kinds = ", ".join(PICTURES)
             raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use {kinds}")
         if kind_of_file(target.parent) != "folder" or kind_of_file(target) not in ("file", "nothing"):
-            raise UsageError(f"--plot: {target}: no file can be written there; give one in a folder that is there")
+            raise UsageError(f"--plot: {target}: cannot write a file here; choose an existing folder")
         print(f"picture: {draw_png(data_panels(stats, unit), title, target, columns=2)}")
     return 0
 
@@ -120,8 +120,8 @@ def _info(stats: Description, unit: str, limit: int | None) -> list[str]:
     if len(stats.turns) > 1:
         turns = ", ".join(f"{count:,} × {length}" for length, count in sorted(stats.turns.items()))
     lines = [
-        f"prompts that stand there more than once: {stats.repeated_prompts:,} examples repeat an earlier one",
-        f"messages of a prompt: {turns}",
+        f"repeated prompts: {stats.repeated_prompts:,} examples repeat an earlier one",
+        f"messages per prompt: {turns}",
     ]
     if limit is not None:
         over = stats.over(limit)
@@ -134,8 +134,8 @@ def _info(stats: Description, unit: str, limit: int | None) -> list[str]:
     if stats.num_pairs:
         margins = stats.margins
         lines += [
-            f"pairs: {stats.num_pairs:,}, of which {stats.identical_pairs:,} differ in white space at most",
-            f"the chosen answer is the longer one in {stats.longer_chosen / stats.num_pairs:.1%} of the pairs",
+            f"pairs: {stats.num_pairs:,}, {stats.identical_pairs:,} identical up to white space",
+            f"chosen answers are longer in {stats.longer_chosen / stats.num_pairs:.1%} of pairs",
             f"score differences: median {percentile(margins, 0.5):g}, from {min(margins):g} to {max(margins):g}",
         ]
     return lines

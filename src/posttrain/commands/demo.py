@@ -1,7 +1,8 @@
 """``posttrain demo``: a small model learns to reason, to use a tool, or to add, while you watch.
 
-The R1-Zero story in small. A base model is taught a form by demonstrations, unless it can chat already; then
-reinforcement learning, which only says right or wrong, finds out what pays. All are measured on the same problems.
+A small version of R1-Zero. Unless the base model can already chat, it first learns an output format from
+demonstrations. Then reinforcement learning with right-or-wrong rewards improves it. Every stage is evaluated on the
+same problems.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ NUM_HELD_OUT = 500
 NUM_SHOWN = 2
 BASE, AFTER_SFT, AFTER_GRPO = "base", "after SFT", "after GRPO"
 OTHER_PROBLEMS = (
-    "The evaluations during training are of the validation split, by which the best weights are chosen; of the same "
-    "model they may differ from these within the intervals."
+    "Evaluations during training use the validation split, which also selects the best weights; results may differ "
+    "slightly, within the intervals."
 )
 
 Results = Mapping[str, float]
@@ -54,12 +55,12 @@ Results = Mapping[str, float]
 
 @dataclass(frozen=True)
 class DemoStory:
-    """The models of one story: a base model, the same after demonstrations, and that after reinforcement learning.
+    """A demo with up to three stages: base model, supervised fine-tuning, reinforcement learning.
 
-    ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. Without ``sft`` reinforcement
-    learning starts from the base. ``texts`` are printed before each model, by its label, ``descriptions`` stand in the
-    report. ``shares``: results that the line of a model names, with words for each. ``outcome``: one sentence from the
-    figures before and after reinforcement learning. ``options``: those of the command that tells the story.
+    ``sft``, ``grpo``: recipes, with runs named ``run``-sft and ``run``-grpo. Without ``sft``, reinforcement learning
+    starts from the base model. ``texts``: printed before each stage, keyed by label. ``descriptions``: shown in the
+    report. ``shares``: extra results to print per stage, with labels. ``outcome``: builds a sentence comparing
+    results before and after reinforcement learning. ``options``: command line options for this story.
     """
 
     run: str
@@ -80,7 +81,7 @@ class DemoStory:
 
     @property
     def before(self) -> str:
-        """The label of the model that reinforcement learning starts from."""
+        """Label of the stage before reinforcement learning."""
         return self.labels[-2]
 
 
@@ -93,28 +94,28 @@ def reasoning_outcome(before: Results, after: Results) -> str:
         )
     if after["accuracy_low"] > before["accuracy_high"]:
         return f"The model learned to work step by step: {change}."
-    return f"In this run accuracy did not change by more than its intervals: {change}."
+    return f"In this run the change in accuracy is within the intervals: {change}."
 
 
 def tools_outcome(before: Results, after: Results) -> str:
     """Return a sentence on whether the model learned when a call pays."""
     large, small = (f"{size}:accuracy" for size in ("large", "small"))
     change = (
-        f"of the large sums {before[large]:.0%} were right before and {after[large]:.0%} after, with "
-        f"{after['large:called']:.0%} of them computed by the tool; of the small ones {before[small]:.0%} and "
-        f"{after[small]:.0%}, with {after['small:called']:.0%} computed by the tool"
+        f"large sums: {before[large]:.0%} correct before and {after[large]:.0%} after, with "
+        f"{after['large:called']:.0%} using the tool; small sums: {before[small]:.0%} and "
+        f"{after[small]:.0%}, with {after['small:called']:.0%} using the tool"
     )
     if after[f"{large}_low"] > before[f"{large}_high"] and after["small:called_high"] < after["large:called_low"]:
         return f"The model learned when to call the tool: {change}."
-    return f"In this run the intervals do not show that the model learned when to call the tool: {change}."
+    return f"In this run the intervals are too wide to show when the model calls the tool: {change}."
 
 
 def sums_outcome(before: Results, after: Results) -> str:
     """Return a sentence on whether the model learned to add and to subtract."""
     change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
     if after["accuracy_low"] > before["accuracy_high"]:
-        return f"The model learned from right or wrong: {change}."
-    return f"In this run accuracy did not change by more than its intervals: {change}."
+        return f"The model improved with correctness rewards: {change}."
+    return f"In this run the change in accuracy is within the intervals: {change}."
 
 
 STORIES: Mapping[str, DemoStory] = {
@@ -124,23 +125,23 @@ STORIES: Mapping[str, DemoStory] = {
         grpo="tiny/grpo-demo",
         title="A small model learns to reason",
         lead=(
-            "A language model of under a million parameters, trained on this machine in minutes. First it copies a "
-            "format from demonstrations that mostly guess. Then reinforcement learning only says right or wrong. "
+            "A language model with under a million parameters, trained on this machine in minutes. First it copies a "
+            "format from demonstrations that mostly guess. Then reinforcement learning only rewards correct answers. "
         ),
         texts={
-            BASE: "`tiny` is a language model of under a million parameters that ships with this package. It has read "
-            "little stories and worked sums, nothing else: it completes text and does not know what a question is.",
+            BASE: "`tiny` is a language model with under a million parameters, shipped with this package, trained on "
+            "little stories and worked sums, nothing else: it completes text and cannot answer questions yet.",
             AFTER_SFT: "It now copies demonstrations of the format <think> ... </think> <answer> ... </answer>. Most "
-            "of them guess the answer at once, only some write down their steps; so it learns the format, and mostly "
+            "guess right away, and only some show intermediate steps. So the model learns the format, and mostly "
             "to guess.",
-            AFTER_GRPO: "There are no demonstrations any more. The model writes several answers to each problem; the "
-            "right ones earn a reward, and their tokens become more likely. Watch accuracy, length and the share of "
-            "answers that show their steps: does the model learn to work step by step?",
+            AFTER_GRPO: "No more demonstrations. The model samples several answers per problem. The "
+            "correct ones earn a reward, and their tokens become more likely. Watch accuracy, length and how many "
+            "answers have intermediate steps: does the model learn to work step by step?",
         },
         descriptions={
             BASE: "was trained on stories and sums, not on questions",
             AFTER_SFT: "knows the format; mostly guesses",
-            AFTER_GRPO: "was trained on right-or-wrong rewards",
+            AFTER_GRPO: "was trained with correctness rewards",
         },
         outcome=reasoning_outcome,
     ),
@@ -150,23 +151,23 @@ STORIES: Mapping[str, DemoStory] = {
         grpo="tiny/grpo-calculator",
         title="A small model learns when to use a tool",
         lead=(
-            "A language model of under a million parameters, trained on this machine in minutes. It can do small sums "
-            "in its head and no large ones. Demonstrations show how a calculator is called, and not when. Then "
-            "reinforcement learning says right or wrong, and a call costs a little. "
+            "A language model with under a million parameters, trained on this machine in minutes. It can add small "
+            "numbers, but not large ones. Demonstrations show how to call a calculator, but not when. Then "
+            "reinforcement learning rewards correct answers, minus a small cost per call. "
         ),
         texts={
-            BASE: "`tiny` is a language model of under a million parameters that ships with this package. It has read "
-            "sums of numbers below a hundred. It does not know what a question is, and has never met a tool.",
-            AFTER_SFT: "It now copies demonstrations. Most write the sum down and answer; one in four, of small "
-            "numbers and large ones alike, calls a calculator with <tool>calculator: ...</tool>, reads its result, "
-            "and answers. So it learns how a tool is called, and calls it rarely.",
-            AFTER_GRPO: "There are no demonstrations any more. A right answer earns 1, and a call costs 0.1. Watch "
-            "the calls for small sums and for large ones: does the model learn when a call is worth its price?",
+            BASE: "`tiny` is a language model with under a million parameters, shipped with this package, trained on "
+            "sums of numbers below a hundred. It cannot answer questions yet, and has never used a tool.",
+            AFTER_SFT: "It now copies demonstrations. Most write down the sum and the result. A quarter, for small "
+            "and large numbers alike, call a calculator with <tool>calculator: ...</tool>, read the result, "
+            "then answer. So the model learns how to call a tool, but calls it rarely.",
+            AFTER_GRPO: "No more demonstrations. A correct answer earns 1, and each call costs 0.1. Watch "
+            "calls for small and large sums: does the model learn when a call is worth the cost?",
         },
         descriptions={
             BASE: "was trained on small sums, not on questions",
             AFTER_SFT: "was shown a few calls, whatever the numbers",
-            AFTER_GRPO: "was trained on right-or-wrong rewards; a call costs a little",
+            AFTER_GRPO: "was trained with correctness rewards; a call costs a little",
         },
         outcome=tools_outcome,
         shares={
@@ -181,22 +182,22 @@ STORIES: Mapping[str, DemoStory] = {
         run="demo-smollm2",
         sft=None,
         grpo="smollm2/grpo-sums",
-        title="A model that people know learns to add",
+        title="A well-known chat model learns to add",
         lead=(
             "SmolLM2-135M-Instruct, dequantized from 4 bits, trained on this machine in minutes. It chats, and gets "
-            "few sums right. Reinforcement learning only says right or wrong. "
+            "few sums right. Reinforcement learning only rewards correct answers. "
         ),
         texts={
             BASE: "SmolLM2-135M-Instruct is a chat model with 134.5M parameters, dequantized from 4 bits. It comes "
-            "from the Python package index at the first use. It is asked for sums and differences of two numbers up to "
+            "from the Python package index on first use. The task: sums and differences with numbers up to "
             "99.",
-            AFTER_GRPO: "There are no demonstrations. The model writes several answers to each question; the right "
+            AFTER_GRPO: "No demonstrations. The model samples several answers per question. The correct "
             "ones earn a reward, and their tokens become more likely. Watch accuracy and length: does the model learn "
-            "to write the sum down, and to end?",
+            "to write down the sum, then stop?",
         },
         descriptions={
             BASE: "a chat model, dequantized from 4 bits",
-            AFTER_GRPO: "was trained on right-or-wrong rewards (LoRA)",
+            AFTER_GRPO: "was trained with correctness rewards (LoRA)",
         },
         outcome=sums_outcome,
         options=" --story smollm2",
@@ -207,7 +208,7 @@ TITLES = {BASE: "The base model", AFTER_SFT: "Demonstrations (SFT)", AFTER_GRPO:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of one demo, by the label of the model that each leaves: folders and resolved recipes."""
+    """Run folders and resolved recipes for a demo, keyed by stage label."""
 
     story: DemoStory
     folders: Mapping[str, Path]
@@ -223,12 +224,12 @@ class Plan:
 
     @property
     def base(self) -> str:
-        """The model that the first of the runs starts from."""
+        """Name of the initial model."""
         return next(iter(self.recipes.values())).model.name
 
     @property
     def problems(self) -> str:
-        """The seed of the problems in brackets, where their task has one: under another they are other problems."""
+        """Text with the task seed, empty if the task has none. Different seeds give different problems."""
         seed = self.grpo_recipe.task.options.get("seed")
         return "" if seed is None else f" (task.seed {seed})"
 
@@ -246,7 +247,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         model = plan.base
         if label in plan.folders:
             if _train(plan.recipes[label], plan.folders[label], arguments.quiet).reason != "finished":
-                what = f"Stopped; everything so far is saved. `posttrain demo{story.options}` again goes on from here."
+                what = f"Stopped; everything so far is saved. `posttrain demo{story.options}` continues from here."
                 console.print(Text(what, style="yellow"))
                 return INTERRUPTED
             model = str(plan.folders[label])
@@ -258,14 +259,14 @@ def run_demo(arguments: argparse.Namespace) -> int:
     report = write_story(plan, stages, transcripts, arguments.seed, seconds)
     _show_end(console, plan, stages, transcripts)
     console.print(Text(f"\n{describe_outcome(story, stages)} {show_duration(seconds)} in all."))
-    # What is to be opened or typed stays on one line, however narrow the terminal.
+    # Keep paths and commands on a single line even in narrow terminals.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
     console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
     return 0
 
 
 def plan_demo(root: Path, seed: int, story: DemoStory) -> Plan:
-    """Choose fresh names, or those of the newest demo of the same recipes that did not finish."""
+    """Choose new run names, or reuse an unfinished demo with the same recipes."""
     for count in itertools.count(1):
         plan = _plan_of(root, seed, story, "" if count == 1 else f"-{count}")
         folders = list(plan.folders.values())
@@ -279,7 +280,7 @@ def plan_demo(root: Path, seed: int, story: DemoStory) -> Plan:
 
 
 def _plan_of(root: Path, seed: int, story: DemoStory, suffix: str) -> Plan:
-    """Return the plan whose runs have this suffix."""
+    """Build a plan with run names ending in this suffix."""
     seeded = ("train.seed", str(seed))
     grpo, starts = root / f"{story.run}-grpo{suffix}", []
     folders, recipes = dict[str, Path](), dict[str, Recipe]()
@@ -305,7 +306,7 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
 
 
 def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
-    """Evaluate a model on the task as reinforcement learning asks it, with its environment where it has one."""
+    """Evaluate a model on the task with the prompt and environment used in reinforcement learning."""
     assert source.recipe is not None
     assert source.recipe.rollout is not None
     max_tokens = source.recipe.rollout.max_tokens
@@ -329,7 +330,7 @@ def _line(label: str, r: Results, story: DemoStory) -> str:
 
 
 def side_by_side(stages: Mapping[str, Evaluation], extract: Callable[[str], str | None]) -> list[Transcript]:
-    """Return the first held-out problems with the answers of every model; ``extract``: the answer of a text."""
+    """Collect the first held-out problems with all models' answers. ``extract``: finds the answer in a text."""
     by_id = {label: {r.example.id: r for r in evaluation.rollouts} for label, evaluation in stages.items()}
     shared = [key for key in by_id[AFTER_GRPO] if all(key in rollouts for rollouts in by_id.values())]
     transcripts = []
@@ -353,7 +354,7 @@ def side_by_side(stages: Mapping[str, Evaluation], extract: Callable[[str], str 
 def write_story(
     plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript], seed: int, seconds: float
 ) -> Path:
-    """Write ``report.html`` and ``demo.json`` into the folder of the GRPO run; return the report's path."""
+    """Write ``report.html`` and ``demo.json`` to the GRPO run folder; return the report path."""
     story, name = plan.story, stages[BASE].name
     results = {label: evaluation.results for label, evaluation in stages.items()}
     content = {"seed": seed, "seconds": seconds, "evaluation": name, "results": results}
@@ -363,15 +364,15 @@ def write_story(
     start, commands = plan.base, [("ask the trained model", f"posttrain generate {plan.grpo}")]
     if AFTER_SFT in plan.folders:
         start = str(plan.folders[AFTER_SFT])
-        chapters.append(chapter_of(plan.folders[AFTER_SFT], "The demonstrations before it", story.texts[AFTER_SFT]))
-        commands.append(("ask the one that guesses", f"posttrain generate {start}"))
+        chapters.append(chapter_of(plan.folders[AFTER_SFT], "Demonstrations", story.texts[AFTER_SFT]))
+        commands.append(("ask the model before RL", f"posttrain generate {start}"))
     report = RunReport(
         title=story.title,
         lead=story.lead + describe_outcome(story, stages),
         stages=[ReportStage(label, text, results[label]) for label, text in story.descriptions.items()],
-        stages_note=f"{about}, the same for all; greedy decoding. {OTHER_PROBLEMS}",
+        stages_note=f"{about}, identical for all models; greedy decoding. {OTHER_PROBLEMS}",
         transcripts=transcripts,
-        transcripts_note="The first problems of the held-out set, as they came.",
+        transcripts_note="The first problems in the held-out set, not selected.",
         chapters=chapters,
         environment=last_start(RunDirectory(plan.grpo)),
         commands=[
@@ -385,7 +386,7 @@ def write_story(
 
 
 def describe_outcome(story: DemoStory, stages: Mapping[str, Evaluation]) -> str:
-    """Return the effect of reinforcement learning in one sentence that follows the figures."""
+    """Summarize the effect of reinforcement learning in a sentence."""
     return story.outcome(stages[story.before].results, stages[AFTER_GRPO].results)
 
 
@@ -397,7 +398,7 @@ def _say(console: Console, title: str, text: str) -> None:
 def _show_end(
     console: Console, plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript]
 ) -> None:
-    what = f"The same problems{plan.problems}, none of which was trained on. Greedy decoding. {OTHER_PROBLEMS}"
+    what = f"The same problems{plan.problems}, held out from training. Greedy decoding. {OTHER_PROBLEMS}"
     _say(console, f"{len(stages) + 1}. All side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")

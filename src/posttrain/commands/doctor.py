@@ -1,6 +1,6 @@
-"""``posttrain doctor``: what is wrong with a run, what is worth a look, and what only looks wrong.
+"""``posttrain doctor``: diagnose a run, separating faults from warnings and harmless oddities.
 
-Only the standard library is imported here until it runs (see ``cli``).
+Imports only the standard library until executed (see ``cli``).
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
     from posttrain.runs.diagnosis.findings import RunFinding
 
 EPILOG = """\
-  fault        the records prove it: what was logged is not what they give
-  level        often seen with trouble, no proof; the line says what decides
-  audit        numbers of the audited update that agree
-  explanation  looks wrong and is not, or could not be read
-records of others, with --from: TRL's completions (or what contrib/trl_records.py writes), NeMo RL's train_data; a file
-or a folder of them
-exit code: 1 if there is a fault, else 0; 2 if the run cannot be read
+  fault        proven by the records: logged values contradict them
+  level        a warning without proof; the message explains how to decide
+  audit        audited values that match
+  explanation  harmless despite appearances, or unreadable
+other trainers, with --from: TRL completions (or output from contrib/trl_records.py), NeMo RL train_data, as a file
+or folder
+exit code: 1 for faults, 0 for none, 2 for unreadable runs
   posttrain doctor mine
   posttrain doctor runs/mine --json
-  posttrain doctor mine --audit 101    gradient and optimizer step of update 101 again, from the checkpoint of step 100
+  posttrain doctor mine --audit 101    recompute update 101 from checkpoint 100
   posttrain doctor outputs/completions --from trl
 """
 
 OPTIONS = CommandOptions(
-    option("run", metavar="RUN", help="a run: finished, running or interrupted; or records of another trainer"),
-    option("--audit", type=positive, metavar="STEP", help="compute this update again by plain code and compare"),
-    option("--from", dest="trainer", choices=("trl", "nemo-rl"), help="read the records of this trainer"),
+    option("run", metavar="RUN", help="a finished, running or interrupted run, or another trainer's records"),
+    option("--audit", type=positive, metavar="STEP", help="recompute an update with plain code and compare"),
+    option("--from", dest="trainer", choices=("trl", "nemo-rl"), help="read records written by this trainer"),
     usage="posttrain doctor RUN [options], or posttrain doctor FILE --from {trl,nemo-rl}",
     epilog=EPILOG,
 )
 STYLES = {"fault": "red", "audit": "green", "level": "yellow", "explanation": "dim"}
 TITLES = {
     "fault": "faults",
-    "audit": "audit: computed again by plain code, and the same",
-    "level": "levels (no proof of a fault)",
+    "audit": "audit: recomputed with plain code, identical",
+    "level": "warnings without proof",
     "explanation": "no fault",
 }
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings about a run; 1 if one is a fault."""
+    """Print findings about a run; exit code 1 if any is a fault."""
     from dataclasses import asdict
 
     from posttrain.runs.diagnosis.diagnose import diagnose_run
@@ -73,7 +73,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _read_others(arguments: argparse.Namespace) -> int:
-    """Print the findings about the records of another trainer; 1 if one is a fault."""
+    """Print findings about another trainer's records; exit code 1 if any is a fault."""
     from dataclasses import asdict
     from pathlib import Path
 
@@ -82,7 +82,9 @@ def _read_others(arguments: argparse.Namespace) -> int:
     from posttrain.terminal.console import open_console, pluralize, print_json, say
 
     if arguments.audit is not None:
-        raise UsageError("--audit: it takes a checkpoint of posttrain, which records of others are not. Leave it out")
+        raise UsageError(
+            "--audit: needs a posttrain checkpoint, so other trainers' records cannot be audited. Remove it"
+        )
     done = diagnose_records(Path(arguments.run), arguments.trainer)
     content = {
         "records": arguments.run,

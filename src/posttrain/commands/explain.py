@@ -1,6 +1,6 @@
-"""``posttrain explain``: a component, a section, a key or a metric. ``docs/reference`` is written from here, too.
+"""``posttrain explain``: describe a component, section, key or metric. Also used to generate ``docs/reference``.
 
-Everything is read off the code: docstrings, signatures, the shipped recipes.
+All descriptions are read from code: docstrings, signatures and shipped recipes.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from posttrain.store.metric_names import METRICS, Metric, find_metric
 from posttrain.sweeps.file import training_recipe_names
 from posttrain.terminal.console import Text, open_console, plain_table, print_rows, say
 
-# By kind: its key in a recipe, and its purpose.
+# Recipe key and purpose for each kind.
 KINDS: dict[str, tuple[str, str]] = {
-    "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
-    "advantage": ("advantage", "what a completion's reward is worth next to its group"),
-    "aggregation": ("aggregate", "the weights of the sum that is the loss"),
-    "selection": ("rollout.select", "which completions are trained on, alone or as pairs"),
-    "correction": ("correction", "weights for the mismatch of sampler and trainer, which multiply the loss"),
-    "mask": ("masks", "tokens that are left out of the policy's term, chosen over the whole batch of an update"),
-    "reward": ("rewards", "a number for one completion"),
-    "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
-    "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
+    "objective": ("objective", "loss per token, pair or row, without reduction"),
+    "advantage": ("advantage", "converts rewards to advantages, usually relative to a group"),
+    "aggregation": ("aggregate", "reduction weights for the loss"),
+    "selection": ("rollout.select", "selects completions or pairs for training"),
+    "correction": ("correction", "loss weights correcting the mismatch between sampler and trainer"),
+    "mask": ("masks", "excludes tokens from the policy loss, based on the whole batch"),
+    "reward": ("rewards", "scores a completion"),
+    "grader": ("rewards.correct.mode", "checks if an answer is correct"),
+    "template": ("prompt.template", "renders examples as prompts, and extracts answers"),
     "task": ("task", "examples with answers"),
-    "environment": ("environment", "what answers between the turns of a completion: its methods are tools"),
+    "environment": ("environment", "replies between turns; public methods are tools"),
     "engine": ("rollout.engine", "samples completions"),
     "optimizer": ("optimizer", "turns gradients into updates"),
-    "tracker": ("track", "shows the metrics somewhere else, too"),
-    "batch_field": ("objective", "numbers next to the tokens, which objectives ask for (`needs`) and no recipe names"),
-    "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
+    "tracker": ("track", "sends metrics to an external service"),
+    "batch_field": ("objective", "extra tensors required by objectives (`needs`), never set in a recipe"),
+    "dictionary": ("dictionary", "turns pre-activations into sparse features (`posttrain sae train RECIPE`)"),
 }
 
 _IN_A_METHOD = ("objective", "advantage", "aggregation")
@@ -56,9 +56,9 @@ _IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML key: its type and default as they are written in a recipe, its meaning, and values that are named.
+    """A YAML key with type, default, meaning and named values.
 
-    ``acts``: when it acts, after "acts".
+    ``acts``: the condition under which it has an effect.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Option:
 
 
 _KEY = re.compile(r"(?<![`\w.])[a-z]\w*(?:\.[a-z]\w*)+")  # of a recipe, in a sentence
-_MOST_KEYS = 3  # of a sentence that are explained
+_MOST_KEYS = 3  # maximum named values explained per sentence
 _ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 _ARGUMENTS = re.compile(r"\n*^Args:\n((?:    .*(?:\n|\Z)|\n(?=    ))*)", re.MULTILINE)
 
 
 def meanings(doc: str) -> dict[str, str]:
-    """Return the sentence about each argument that a docstring lists (``Args:``), on one line."""
+    """Parse argument descriptions from a docstring's ``Args:`` section, one line each."""
     listed = _ARGUMENTS.search(doc)
     if listed is None:
         return {}
@@ -101,12 +101,12 @@ def meanings(doc: str) -> dict[str, str]:
 
 
 def without_arguments(doc: str) -> str:
-    """Return a docstring without the list of its arguments."""
+    """Remove the ``Args:`` section from a docstring."""
     return _ARGUMENTS.sub("\n", doc).strip()
 
 
 def example_value(annotation: object, default: object) -> str:
-    """Return a value for a key, as it is typed on the command line."""
+    """Choose an example value, in command line syntax."""
     choices = [choice for choice in _choices(annotation) if choice != default]
     if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
         return json.dumps(not default)
@@ -128,7 +128,7 @@ def example_value(annotation: object, default: object) -> str:
 
 
 def show_type(annotation: object) -> str:
-    """Return an annotation in words: ``one of 'k1', 'k2'``, ``float or none``."""
+    """Describe an annotation in words: ``one of 'k1', 'k2'``, ``float or none``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation is type(None):
@@ -157,7 +157,7 @@ def show_type(annotation: object) -> str:
 
 
 def show_default(value: object) -> str:
-    """Return a default as it would stand in a recipe."""
+    """Format a default in recipe syntax."""
     if isinstance(value, Component):
         return value.name
     if isinstance(value, BaseModel):
@@ -173,12 +173,12 @@ def show_default(value: object) -> str:
 
 
 def component_options(entry: Entry) -> list[Option]:
-    """Return the keyword-only parameters of a component's function: its YAML keys."""
+    """List a component's options, which are keyword-only parameters."""
     return _options(entry.options_model, entry.doc)
 
 
 def section_options(section: type[BaseModel]) -> list[Option]:
-    """Return the keys of a section of the recipe."""
+    """List a recipe section's keys."""
     return _options(section, inspect.getdoc(section) or "")
 
 
@@ -216,7 +216,7 @@ def _show_bounds(metadata: Iterable[object]) -> str:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """Return every section by its dotted path: ``train``, ``model.adapter``, ...; ``recipe`` is the whole."""
+    """List all sections by dotted path: ``train``, ``model.adapter``, ...; ``recipe`` is the root."""
     found: dict[str, type[BaseModel]] = {"recipe": Recipe}
 
     def walk(model: type[BaseModel], prefix: str) -> None:
@@ -231,7 +231,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 def section_keys() -> dict[str, Option]:
-    """Return every key of a section by its dotted path."""
+    """List all section keys by dotted path."""
     keys = {}
     for name, section in sections().items():
         above = f"{name}."
@@ -247,7 +247,7 @@ def section_keys() -> dict[str, Option]:
 
 
 def keys_with(name: str) -> dict[str, Option]:
-    """Return the keys of sections that are called ``lr`` or ``train.lr``, or whose value may be ``lora``."""
+    """Find section keys by name (``lr``, ``train.lr``) or by possible value (``lora``)."""
     name = without_places(name)
     keys = section_keys().items()
     return {key: option for key, option in keys if name in (option.name, without_places(key), *option.choices)}
@@ -259,7 +259,7 @@ def without_places(name: str) -> str:
 
 
 def components_with(name: str) -> list[tuple[Entry, Option]]:
-    """Return the components with an option: named alone, or after the component or the key where it stands."""
+    """Find components by option name, optionally prefixed with a component, kind or key."""
     place, _, key = without_places(name).rpartition(".")
     found = []
     for group in all_components().values():
@@ -271,7 +271,7 @@ def components_with(name: str) -> list[tuple[Entry, Option]]:
 
 
 def all_names() -> set[str]:
-    """Return all names that ``explain`` knows: components, kinds, sections, keys, values of keys, and recipes."""
+    """List every name known to ``explain``: components, kinds, sections, keys, key values and recipes."""
     known = {*sections(), *KINDS, *METRICS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
     for option in section_keys().values():
         known |= {option.name, *option.choices}
@@ -294,7 +294,7 @@ def _choices(annotation: object) -> list[object]:
 
 @cache
 def recipes_by_component() -> dict[tuple[str, str], list[str]]:
-    """Return the shipped recipes that use each component, by (kind, name)."""
+    """Map components (kind, name) to the shipped recipes that use them."""
     from posttrain.training import checks  # torch, which a list of the recipes does without
 
     users: dict[tuple[str, str], list[str]] = {}
@@ -310,7 +310,7 @@ def recipes_by_component() -> dict[tuple[str, str], list[str]]:
 
 
 def _components_of(recipe: Recipe) -> set[tuple[str, str]]:
-    """Return the kind and name of each component that a resolved recipe names."""
+    """Collect components in a resolved recipe as (kind, name)."""
     used = set()
     for task in (recipe.task, *recipe.eval.tasks):
         used |= {("task", part.name) for part in (task, *task_components(task))}
@@ -328,17 +328,17 @@ def _components_of(recipe: Recipe) -> set[tuple[str, str]]:
 
 
 def all_components() -> dict[str, dict[str, Entry]]:
-    """Return every registered component, by kind."""
+    """List registered components by kind."""
     return {kind: entries(kind) for kind in ALL_KINDS}
 
 
 def summary(doc: str) -> str:
-    """Return the first sentence of a docstring, on one line."""
+    """Extract a docstring's first paragraph as a single line."""
     return " ".join(doc.strip().split("\n\n")[0].split())
 
 
 def recipes_called(name: str) -> list[str]:
-    """Return shipped recipes of this name, with or without their folder: many methods are components put together."""
+    """Find shipped recipes by name, with or without folder. Many methods are combinations of components."""
     wanted = name.replace("_", "-")
     return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
 
@@ -375,7 +375,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
         _print_heading(console, name.rpartition(".")[2], "option of")
         rows = [(Text(entry.name, style="cyan"), entry.kind, option.line) for entry, option in found.having]
         print_rows(console, plain_table("component", "kind", "type, default and meaning"), rows)
-        console.print(Text("posttrain explain NAME says what it is\n", style="dim"))
+        console.print(Text("posttrain explain NAME shows details\n", style="dim"))
     metric = found.metric
     if metric is not None:
         _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
@@ -386,10 +386,10 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class NameMeanings:
-    """All that has a name.
+    """All meanings of a name.
 
-    ``keys``: of sections, by dotted path. ``having``: components with an option of that name. ``answer``: what other
-    libraries' names are called here.
+    ``keys``: section keys by dotted path. ``having``: components with an option of this name. ``answer``: the
+    equivalent for a name from another library.
     """
 
     components: list[Entry]
@@ -403,10 +403,10 @@ class NameMeanings:
 
 
 def look_up(name: str) -> NameMeanings:
-    """Return everything that is called so.
+    """Look up all meanings of a name.
 
     Raises:
-        UnknownComponent: nothing is; the message has the name that is meant.
+        UnknownComponent: unknown name. The message suggests a similar one.
     """
     if ":" in name:
         components = [find("reward", name)]
@@ -467,7 +467,7 @@ def _print_entry(console: Console, entry: Entry) -> None:
     source = f"{entry.function.__module__.replace('.', '/')}.py:{line}"
     _print_heading(console, entry.name, f"{entry.kind}, {source}", without_arguments(entry.doc) or "(no docstring)")
     key = KINDS[entry.kind][0]
-    if not entry.traits.get("follows_training", True):  # an engine for `posttrain evaluate --engine` alone
+    if not entry.traits.get("follows_training", True):  # engine only available to `posttrain evaluate --engine`
         key = entry.kind
     _print_options(console, component_options(entry), key)
     users = recipes_by_component().get((entry.kind, entry.name), [])

@@ -1,4 +1,4 @@
-"""``posttrain generate``: answers to a prompt, or to an example of a task, and what they are worth."""
+"""``posttrain generate``: sample and grade answers to a prompt or a task example."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.untrusted import harmless, kind_of_file
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Sample answers to a prompt, or to an example of a task, and show what they are worth."""
+    """Sample answers to a prompt or a task example, and show grades."""
     components = chosen_components(arguments)
     check_steering(arguments)
     notes: tuple[str, ...] = ()
@@ -30,9 +30,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.prompt is not None:
         for other, is_given in (("--task", "task" in components), ("--limit", arguments.limit)):
             if is_given:
-                raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
+                raise UsageError(f"PROMPT and {other}: give only one; a task already provides prompts")
         if not arguments.prompt.strip():
-            raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
+            raise UsageError("PROMPT is empty: give a question, or omit it to use a task example")
         if kind_of_file(arguments.prompt) == "file":
             raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
         examples, where = [Example("prompt", (Message("user", arguments.prompt),))], "PROMPT"
@@ -45,7 +45,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     say_template(source, template)
     sampler = open_model(source, template)
     examples, taken = take_rendered_prompts(examples, sampler.grader.template, sampler.tokenizer, where)
-    for line in (*notes, *taken):  # about the rows, and no part of what was asked
+    for line in (*notes, *taken):  # stderr, since these notes describe rows
         print(harmless(f"note: {line}"), file=sys.stderr)
     steered, change = steering_of(arguments, sampler.model)
     with steered:

@@ -1,1 +1,1 @@
-"""Float64 checks of somebody's trainer: does it compute the loss, advantages, scores and rows that it says."""
+"""Float64 conformance checks for any trainer: loss, advantages, scores and rows."""

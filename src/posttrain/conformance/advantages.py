@@ -1,4 +1,4 @@
-"""Checks of advantages from rewards: which formula it is, and that groups stay groups in any order and of any size."""
+"""Checks of advantages: identify the formula, and test invariance to group order and group sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4)
 
 @dataclass(frozen=True, slots=True)
 class AdvantageFormula:
-    """A formula of advantages: a function of the rewards of each group. ``is_local``: a group is read by itself."""
+    """A formula mapping each group's rewards to advantages. ``is_local``: groups are treated independently."""
 
     name: str
     compute: Callable[[list[Tensor]], list[Tensor]]
@@ -83,7 +83,7 @@ def _divided(centred: Tensor, rewards: Tensor, correction: int, epsilon: float) 
 
 
 def known_forms() -> list[AdvantageFormula]:
-    """Return the formulas that are known, those of papers before their variants."""
+    """List known formulas, published ones before variants."""
     forms = [
         AdvantageFormula("centered", _centered),
         AdvantageFormula("leave_one_out", _leave_one_out),
@@ -115,20 +115,20 @@ def _apply(form: AdvantageFormula, rewards: Tensor, group: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class AdvantagesTrial:
-    """Advantages under test, with the formula that they turned out to be."""
+    """Advantages under test, with the identified formula."""
 
     function: Advantages
     form: AdvantageFormula | None = None
 
     def run(self, rewards: Sequence[float], group: Sequence[int]) -> Tensor:
-        """Return what the function gives."""
+        """Call the function under test."""
         given = torch.tensor(list(rewards), dtype=torch.float64)
         numbers = torch.tensor(list(group))
         returned = call_safely(self.function, given, numbers)
         return check_tensor(returned, (len(rewards),), f"one number per reward, a tensor of shape ({len(rewards)},)")
 
     def expected(self, rewards: Sequence[float], group: Sequence[int]) -> Tensor:
-        """Return what the formula gives."""
+        """Apply the identified formula."""
         assert self.form is not None, "a check that asks for the formula runs after it was found"
         return _apply(self.form, torch.tensor(list(rewards), dtype=torch.float64), torch.tensor(list(group)))
 
@@ -143,7 +143,7 @@ def _judged(found: Tensor, expected: Tensor, wrong: str) -> CheckResult:
 
 
 def _check_formula(trial: AdvantagesTrial) -> CheckResult:
-    """Two groups of four: one of the known formulas."""
+    """Two groups of four match a known formula."""
     found = trial.run(REWARDS, GROUP)
     gaps = []
     for form in known_forms():
@@ -158,7 +158,7 @@ def _check_formula(trial: AdvantagesTrial) -> CheckResult:
 
 
 def _check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
-    """A group of equal rewards, of which the mean differs in the last bit, and one of other rewards."""
+    """A constant group whose mean differs in the last bit, next to a normal group."""
     rewards = [0.1] * 6 + [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     group = [0] * 6 + [1] * 6
     found = trial.run(rewards, group)
@@ -171,7 +171,7 @@ def _check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
 
 
 def _check_interleaved(trial: AdvantagesTrial) -> CheckResult:
-    """The rows of two groups in turns."""
+    """Two groups with interleaved rows."""
     order = [0, 4, 5, 1, 6, 2, 3, 7]
     found = trial.run([REWARDS[row] for row in order], [GROUP[row] for row in order])
     return _judged(found, trial.run(REWARDS, GROUP)[order], "it takes groups for neighbours, whatever group says")
@@ -198,7 +198,7 @@ def _check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
 
 
 def _check_other_groups(trial: AdvantagesTrial) -> CheckResult:
-    """The rewards of another group."""
+    """Changing rewards in a different group."""
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
     others = [*REWARDS[:4], 30.0, 0.5, 15.0, 7.5]
@@ -206,7 +206,7 @@ def _check_other_groups(trial: AdvantagesTrial) -> CheckResult:
 
 
 def _check_single_answer(trial: AdvantagesTrial) -> CheckResult:
-    """A group of one answer and one of three."""
+    """A group of one next to a group of three."""
     try:
         found = trial.run([5.0, 1.0, 0.0, 0.0], [0, 1, 1, 1])
     except BadResult as error:
@@ -217,7 +217,7 @@ def _check_single_answer(trial: AdvantagesTrial) -> CheckResult:
 
 
 def _check_nan_reward(trial: AdvantagesTrial) -> CheckResult:
-    """A reward of NaN in one group: the other group keeps its numbers."""
+    """A NaN reward in one group leaves the other group unchanged."""
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
     found = trial.run([float("nan"), *REWARDS[1:]], GROUP)
@@ -251,5 +251,5 @@ CHECKS: dict[str, Callable[[AdvantagesTrial], CheckResult]] = {
 
 
 def check_advantages(function: Advantages) -> Iterator[Finding]:
-    """Yield the findings about a function of rewards and groups."""
+    """Yield findings for a function of rewards and groups."""
     yield from run_checks("advantages", "rewards", CHECKS, AdvantagesTrial(function))

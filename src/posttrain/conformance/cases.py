@@ -1,16 +1,16 @@
-"""The configurations that a loss is asked for, and batches of made-up numbers in float64.
+"""Loss configurations to test, and synthetic float64 batches.
 
-A batch is a mapping of tensors, with B rows and T tokens; ``x[b, t]`` describes the token at t:
+A batch maps names to tensors with B rows and T tokens; ``x[b, t]`` describes token t:
 
-* ``logprobs`` ``[B, T]`` of the policy, by which the loss is differentiated;
-* ``mask`` ``bool [B, T]``, True where a token is trained;
-* ``old_logprobs``, ``ref_logprobs``, ``sampler_logprobs`` ``[B, T]``: of the policy before the update, of the
-  reference, of the engine that drew the tokens;
-* ``advantages`` ``[B, T]``, and ``row_advantages`` ``[B]``, the same as one number per row;
-* ``entropy`` ``[B, T]`` of the policy, by which the loss is differentiated, too;
-* ``student_logits``, ``teacher_logits`` ``[B, T, V]``; distillation is differentiated by those of the student.
+* ``logprobs`` ``[B, T]``: policy, differentiable;
+* ``mask`` ``bool [B, T]``: True for trained tokens;
+* ``old_logprobs``, ``ref_logprobs``, ``sampler_logprobs`` ``[B, T]``: policy before the update, reference, sampling
+  engine;
+* ``advantages`` ``[B, T]``, and ``row_advantages`` ``[B]``, the same as one value per row;
+* ``entropy`` ``[B, T]``: policy, differentiable;
+* ``student_logits``, ``teacher_logits`` ``[B, T, V]``; distillation is differentiated by student logits.
 
-Rows of a preference loss are pairs: chosen, rejected, chosen, rejected.
+Rows for preference losses are pairs: chosen, rejected, chosen, rejected.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from torch import Tensor
 
 Fields = dict[str, Tensor]
 FieldTensors = Mapping[str, Tensor]
-# One optimizer step: the rows of each micro-batch.
+# One optimizer step: row indices per micro-batch.
 MicroBatches = Sequence[Sequence[int]]
 
 LEAVES = ("logprobs", "entropy", "student_logits")  # a loss is differentiated by these
 NUM_CLASSES = 3
 SHARPEST = 0.7  # of the differences between two policies, in nats
-# Of the rows in turns, added to the log-ratios: the mean of a row lies beyond a clip on either side, or inside.
+# Cycled over rows and added to log-ratios, so that row means fall beyond a clip on either side, or inside.
 ROW_DRIFTS = (0.45, -0.45, -0.2, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The loss that is asked for.
+    """The requested loss.
 
     Attributes:
         objective: as in ``OBJECTIVES``.
-        aggregation: ``token_mean``, ``sequence_mean``, ``constant`` (the sum over rows × ``length``), ``pair_mean``.
-        clip_low, clip_high: of the ratio, 1 − ε_low and 1 + ε_high; of ``gmpo`` the log-ratio, ±ε_high. ``cispo`` clips
-            its weight.
-        tau_positive, tau_negative: of ``sapo``.
-        beta: of preference losses; of ``orpo`` the weight of the odds term; ``gamma``: SimPO's margin.
-        label_smoothing: of ``dpo``.
-        kl_coef: β of ``+ β · k3`` to the reference, at each token.
-        entropy_coef: c of ``− c · H``, at each token.
-        cap: if given, values are weighted with min(π_old / μ, cap), μ being the sampler, without gradient.
-        divergence, jsd_weight: of ``distillation``; ``jsd`` has the teacher's share in the mixture.
-        length: of ``constant``, in tokens.
-        accumulation: how many micro-batches a step has by configuration; the last of an epoch may have fewer.
+        aggregation: ``token_mean``, ``sequence_mean``, ``constant`` (sum over rows × ``length``), ``pair_mean``.
+        clip_low, clip_high: ratio clip, 1 − ε_low and 1 + ε_high; for ``gmpo`` the log-ratio, ±ε_high. ``cispo``
+            clips its weight.
+        tau_positive, tau_negative: for ``sapo``.
+        beta: for preference losses; for ``orpo`` the odds term's weight. ``gamma``: SimPO's margin.
+        label_smoothing: for ``dpo``.
+        kl_coef: β in ``+ β · k3`` to the reference, per token.
+        entropy_coef: c in ``− c · H``, per token.
+        cap: if set, weight values by min(π_old / μ, cap), with μ the sampler, without gradient.
+        divergence, jsd_weight: for ``distillation``; ``jsd`` uses the teacher's weight in the mixture.
+        length: for ``constant``, in tokens.
+        accumulation: configured micro-batches per step; an epoch's final step may have fewer.
     """
 
     objective: str
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def label(self) -> str:
-        """Name the case: objective, aggregation and what was added."""
+        """Name the case: objective, aggregation and additional terms."""
         added = [self.objective]
         if self.objective == "distillation":
             added.append(self.divergence)
@@ -86,7 +86,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCase:
-    """The batch fields and options of an objective. ``rows_per_unit``: 2 for pairs."""
+    """Batch fields and options used by an objective. ``rows_per_unit``: 2 for pairs."""
 
     fields: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -127,13 +127,13 @@ def all_configs() -> list[Config]:
 
 
 def read_fields(config: Config) -> tuple[str, ...]:
-    """Return the batch fields that a configuration reads, besides the leaves and the mask."""
+    """List batch fields read by a configuration, besides leaves and mask."""
     added = {"ref_logprobs": config.kl_coef, "entropy": config.entropy_coef, "sampler_logprobs": config.cap}
     return (*OBJECTIVES[config.objective].fields, *(name for name, is_on in added.items() if is_on))
 
 
 def acting_options(config: Config) -> tuple[str, ...]:
-    """Return the options whose value changes the loss of a configuration."""
+    """List options that affect a configuration's loss."""
     added = [name for name in ("label_smoothing", "kl_coef", "entropy_coef", "cap") if getattr(config, name)]
     if config.divergence == "jsd":
         added.append("jsd_weight")
@@ -143,10 +143,9 @@ def acting_options(config: Config) -> tuple[str, ...]:
 
 
 def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 16) -> Fields:
-    """Return a batch whose row b has ``lengths[b]`` trained tokens from the left, then padding.
+    """Build a batch where row b has ``lengths[b]`` trained tokens, left-aligned and padded.
 
-    Ratios of tokens and of rows lie on both sides of 1, beyond a clip of 0.3 and inside of it; advantages have both
-    signs.
+    Token and row ratios fall on both sides of 1, both beyond and within a clip of 0.3; advantages have both signs.
     """
     rows = len(lengths)
     width = max(lengths) if width is None else width
@@ -178,12 +177,12 @@ def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 
 
 
 def map_tokens(batch: FieldTensors, change: Callable[[Tensor], Tensor]) -> Fields:
-    """Return the batch with ``change`` applied to everything that has a number for each token."""
+    """Apply ``change`` to every per-token field."""
     return {name: change(x) if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def with_padding(batch: FieldTensors, content: float) -> Fields:
-    """Return the batch with multiples of ``content`` at every place that is not trained, another in each field."""
+    """Fill untrained positions with multiples of ``content``, different in each field."""
     changed = dict(batch)
     for number, name in enumerate(batch):
         x = batch[name]
@@ -199,7 +198,7 @@ def select_rows(batch: FieldTensors, rows: Sequence[int]) -> Fields:
 
 
 def widened(batch: FieldTensors, columns: int) -> Fields:
-    """Return the batch with columns of padding behind it."""
+    """Append padding columns."""
 
     def widen(x: Tensor) -> Tensor:
         more = torch.zeros(x.shape[0], columns, *x.shape[2:], dtype=x.dtype)
@@ -209,7 +208,7 @@ def widened(batch: FieldTensors, columns: int) -> Fields:
 
 
 def with_hole(batch: FieldTensors, at: int, size: int) -> Fields:
-    """Return the batch with ``size`` tokens that are not trained before token ``at`` of every row: a tool's answer."""
+    """Insert ``size`` untrained tokens before token ``at`` in every row, like tool output."""
 
     def spread(x: Tensor) -> Tensor:
         hole = torch.zeros(x.shape[0], size, *x.shape[2:], dtype=x.dtype)
@@ -219,7 +218,7 @@ def with_hole(batch: FieldTensors, at: int, size: int) -> Fields:
 
 
 def with_empty_rows(batch: FieldTensors, count: int = 1) -> Fields:
-    """Return the batch with rows behind it of which no token is trained."""
+    """Append fully masked rows."""
     rows = batch["mask"].shape[0]
     longer = select_rows(batch, [*range(rows), *range(count)])
     longer["mask"] = longer["mask"].clone()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.errors import PosttrainError
 
-# Equal up to rounding in float64, and in float32 where a function computes in that.
+# Tolerances: rounding in float64, and in float32 for functions that compute in it.
 LIMIT, SINGLE_LIMIT = 1e-9, 1e-4
 # A larger gap than float64 rounds, and a smaller one than float32 does.
 MIXED_LIMIT = 1e-7
@@ -28,10 +28,10 @@ TrialT = TypeVar("TrialT")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check of a function.
+    """Result of one check.
 
-    ``gap``: the largest difference that was compared, relative to the size of the numbers; None where there was none.
-    ``note``: what is wrong, or the name of the convention.
+    ``gap``: largest difference compared, relative to magnitude; None if nothing was compared. ``note``: the problem,
+    or the convention's name.
     """
 
     function: str
@@ -43,15 +43,15 @@ class Finding:
 
 
 class BadResult(PosttrainError):
-    """A function under test raised, or returned nothing that can be compared."""
+    """The function under test raised, or returned something that cannot be compared."""
 
 
 class Declined(PosttrainError):
-    """A function under test returned ``NotImplemented``: it does not offer this."""
+    """The function under test returned ``NotImplemented``: unsupported."""
 
 
 def largest_gap(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> float:
-    """Return the largest difference, relative to the largest expected number if that exceeds 1; NaN is infinite."""
+    """Largest difference, relative to the largest expected value if that exceeds 1. NaN counts as infinite."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.numel() == 0:
             return 0.0
@@ -63,12 +63,12 @@ def largest_gap(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Te
 
 
 def limit_for(*results: Tensor) -> float:
-    """Return the largest gap that counts as rounding: larger where a result is in another precision than float64."""
+    """Largest gap attributed to rounding; larger if a result is not float64."""
     return LIMIT if all(one.dtype == torch.float64 for one in results) else SINGLE_LIMIT
 
 
 def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
-    """Return the answer of a first check; one that is right in another precision than float64 is a convention."""
+    """Judge a first check. Correct results at lower precision count as a convention."""
     status, gap, note = answer
     if status == "fails" or result.dtype == torch.float64:
         return answer
@@ -78,7 +78,7 @@ def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
 
 
 def describe(value: object) -> str:
-    """Return what an adapter returned, in a few words."""
+    """Summarize what an adapter returned."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if value is None:
@@ -107,9 +107,9 @@ def check_tensor(value: object, shape: Sequence[int], wanted: str) -> Tensor:
 def run_checks(
     function: str, case: str, checks: Mapping[str, Callable[[TrialT], CheckResult]], trial: TrialT
 ) -> Iterator[Finding]:
-    """Yield what each check of a function finds; nothing where the first one is declined.
+    """Yield findings for each check of a function. Nothing if the first check is declined.
 
-    The first finding is the last where the function gave nothing to compare.
+    Stops after the first finding if the function returned nothing comparable.
     """
     for number, (name, check) in enumerate(checks.items()):
         try:
@@ -126,6 +126,6 @@ def run_checks(
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Return the gravest status."""
+    """Most severe status."""
     statuses: Mapping[Status, int] = {"ok": 0, "convention": 1, "fails": 2, "bad": 3}
     return max((one.status for one in findings), key=statuses.__getitem__, default="ok")

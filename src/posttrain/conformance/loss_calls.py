@@ -1,4 +1,4 @@
-"""A call of a loss under test: its value, and its gradient by every leaf."""
+"""Call a loss under test: value, and gradient by every leaf."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from posttrain.registry import call
 from posttrain.untrusted import harmless
 
 LossFunction = Callable[[FieldTensors, Config, MicroBatches], Any]
-LONGEST_REASON = 200  # letters of what a function raised
+LONGEST_REASON = 200  # max characters of an exception message
 
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """A loss and its gradients ``[B, T, ...]`` by leaf, 0 where none reaches it."""
+    """A loss and its gradients ``[B, T, ...]`` by leaf; 0 for unreachable leaves."""
 
     value: Tensor
     gradients: dict[str, Tensor]
 
     @property
     def gradient(self) -> Tensor:
-        """All gradients as one vector."""
+        """All gradients as a flat vector."""
         return torch.cat([one.flatten() for one in self.gradients.values()])
 
     def of_rows(self, rows: Sequence[int]) -> LossResult:
-        """Return the result with the gradients of some rows, in order."""
+        """Select gradients for some rows, in order."""
         return LossResult(self.value, {name: one[list(rows)] for name, one in self.gradients.items()})
 
     def of_columns(self, columns: Sequence[int]) -> LossResult:
-        """Return the result with the gradients of some columns, in order."""
+        """Select gradients for some columns, in order."""
         return LossResult(self.value, {name: one[:, list(columns)] for name, one in self.gradients.items()})
 
     def scaled(self, factor: float) -> LossResult:
-        """Return a multiple of it."""
+        """Scale value and gradients."""
         return LossResult(self.value * factor, {name: one * factor for name, one in self.gradients.items()})
 
     def __add__(self, other: LossResult) -> LossResult:
@@ -50,7 +50,7 @@ class LossResult:
 
 
 def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of somebody else.
+    """Call a third-party function.
 
     Raises:
         BadResult: it raised.
@@ -70,11 +70,11 @@ def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
 def run_loss(
     loss: LossFunction, batch: FieldTensors, config: Config, micro_batches: MicroBatches | None = None
 ) -> LossResult:
-    """Return value and gradients of a loss under test; all rows are one micro-batch by default.
+    """Evaluate a loss under test with gradients. By default all rows form one micro-batch.
 
     Raises:
-        BadResult: it raised, or returned something else than one number.
-        Declined: it does not offer this configuration.
+        BadResult: it raised, or did not return a scalar.
+        Declined: unsupported configuration.
     """
     rows = batch["mask"].shape[0]
     split = [list(range(rows))] if micro_batches is None else [list(one) for one in micro_batches]
@@ -85,7 +85,7 @@ def run_loss(
 
 
 def run_reference(batch: FieldTensors, config: Config) -> LossResult:
-    """Return value and gradients of the reference."""
+    """Evaluate the reference with gradients."""
     leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
     value = reference_loss(dict(batch) | leaves, config)
     return LossResult(value.detach(), _gradients(value, leaves))

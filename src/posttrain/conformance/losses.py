@@ -1,7 +1,7 @@
-"""Checks of a loss: its formula against the reference, and what no split, order or padding may change.
+"""Checks of a loss: its formula against the reference, and invariance to splits, order and padding.
 
-``value`` to ``zero_advantages`` compare with the reference on rows of equal length in one micro-batch, where every
-aggregation is the mean. The other checks compare the loss with itself, so that each finds one kind of error.
+``value`` to ``zero_advantages`` compare with the reference on equal-length rows in a single micro-batch, where all
+aggregations are plain means. Other checks compare the loss with itself, so that each isolates one kind of error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from posttrain.conformance.findings import (
 )
 from posttrain.conformance.loss_calls import LossFunction, LossResult, run_loss, run_reference
 
-# At padding: numbers that no policy has, so that one that is read is seen.
+# Implausible values at padding, to detect if any is read.
 STRANGE = 3.0
 MEAN_OF_MEANS = "mean of the micro-batches' means"
 FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
@@ -49,7 +49,7 @@ FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
 
 @dataclass(frozen=True, slots=True)
 class LossTrial:
-    """A loss under test in one configuration, with the batches that its checks share."""
+    """A loss under test in one configuration, with batches shared by its checks."""
 
     loss: LossFunction
     config: Config
@@ -64,11 +64,11 @@ class LossTrial:
         return made_batch([4] * (4 * self.each))
 
     def uneven(self) -> Fields:
-        """Four units, of which the first two are short."""
+        """Four units, the first two short."""
         return made_batch([1, 2, 2, 1, 7, 5, 6, 8][: 4 * self.each] if self.each == 2 else [1, 2, 7, 5])
 
     def units(self, *numbers: int) -> list[int]:
-        """Return the rows of some units."""
+        """Row indices of some units."""
         return [unit * self.each + row for unit in numbers for row in range(self.each)]
 
     def run(self, batch: FieldTensors, micro_batches: MicroBatches | None = None, **changed: object) -> LossResult:
@@ -78,7 +78,7 @@ class LossTrial:
 
 
 def same(found: LossResult, expected: LossResult) -> tuple[bool, float]:
-    """Return whether value and gradient are equal up to rounding, and the largest gap."""
+    """Check if value and gradient agree up to rounding, and compute the largest gap."""
     gap = max(
         largest_gap(found.value.reshape(1), expected.value.reshape(1)), largest_gap(found.gradient, expected.gradient)
     )
@@ -86,18 +86,18 @@ def same(found: LossResult, expected: LossResult) -> tuple[bool, float]:
 
 
 def judged(found: LossResult, expected: LossResult, wrong: str) -> CheckResult:
-    """Return ``ok``, or ``fails`` with what is wrong."""
+    """Build ``ok``, or ``fails`` with a note."""
     is_same, gap = same(found, expected)
     return ("ok", gap, "") if is_same else failure(gap, wrong)
 
 
 def failure(gap: float, wrong: str) -> CheckResult:
-    """Return ``fails`` with what is wrong; a gap as of numbers that were float32 in between is a convention."""
+    """Build ``fails`` with a note; float32-sized gaps count as a convention."""
     return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
 
 
 def _check_value(trial: LossTrial) -> CheckResult:
-    """The loss of rows of one length."""
+    """Value on equal-length rows."""
     batch = trial.even()
     found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
     gap = largest_gap(found.reshape(1), expected.reshape(1))
@@ -107,7 +107,7 @@ def _check_value(trial: LossTrial) -> CheckResult:
 
 
 def _check_gradient(trial: LossTrial) -> CheckResult:
-    """Its gradient, which is what trains."""
+    """Its gradient, the part that trains."""
     batch = trial.even()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
     gap = largest_gap(found.gradient, expected.gradient)
@@ -127,7 +127,7 @@ def _explain_gradient(found: LossResult, expected: LossResult) -> str:
 
 
 def _check_direction(trial: LossTrial) -> CheckResult:
-    """A step along the gradient improves what the objective improves."""
+    """A gradient step improves the objective."""
     batch = trial.even()
     found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
     for name, one in expected.items():
@@ -138,7 +138,7 @@ def _check_direction(trial: LossTrial) -> CheckResult:
 
 
 def _check_on_policy(trial: LossTrial) -> CheckResult:
-    """At the weights that sampled, where every ratio is 1, the gradient is that of REINFORCE."""
+    """With sampling weights, where every ratio is 1, the gradient equals REINFORCE's."""
     batch = trial.even()
     batch["old_logprobs"] = batch["logprobs"].clone()
     batch["sampler_logprobs"] = batch["logprobs"].clone()
@@ -147,7 +147,7 @@ def _check_on_policy(trial: LossTrial) -> CheckResult:
 
 
 def _check_zero_advantages(trial: LossTrial) -> CheckResult:
-    """Without an advantage there is nothing to learn."""
+    """Zero advantages give no gradient."""
     batch = trial.even()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     batch["row_advantages"] = torch.zeros_like(batch["row_advantages"])
@@ -155,7 +155,7 @@ def _check_zero_advantages(trial: LossTrial) -> CheckResult:
 
 
 def _check_lengths(trial: LossTrial) -> CheckResult:
-    """Rows of other lengths: what the loss divides by."""
+    """Unequal lengths: the loss's denominator."""
     batch = trial.uneven()
     found, expected = trial.run(batch), run_reference(batch, trial.config)
     is_same, gap = same(found, expected)
@@ -183,7 +183,7 @@ def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, a
 
 
 def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> list[str]:
-    """Return the leaves whose gradient is the mean of means, if every other one's is that of the whole batch."""
+    """Leaves whose gradient is a mean of micro-batch means, provided all others match the whole batch."""
     limit = limit_for(found.value)
     named = []
     for name, gradient in found.gradients.items():
@@ -196,7 +196,7 @@ def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> 
 
 
 def _mean_of_means(trial: LossTrial, batch: FieldTensors, split: MicroBatches) -> LossResult:
-    """Return the mean of the losses that micro-batches have each for itself, with gradients of the whole batch."""
+    """Mean of separate micro-batch losses, with gradients over the whole batch."""
     total: LossResult | None = None
     for rows in split:
         own = trial.run(select_rows(batch, rows), accumulation=1)
@@ -216,7 +216,7 @@ def _ratio(found: LossResult, whole: LossResult) -> str:
 
 
 def _check_equal_split(trial: LossTrial) -> CheckResult:
-    """Two micro-batches of as many rows, which differ in tokens."""
+    """Two micro-batches with equally many rows but different token counts."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.uneven(), split, len(split))
 
@@ -228,7 +228,7 @@ def _check_unequal_split(trial: LossTrial) -> CheckResult:
 
 
 def _check_last_window(trial: LossTrial) -> CheckResult:
-    """The last step of an epoch: two micro-batches where four are configured."""
+    """An epoch's last step: two micro-batches although four are configured."""
     split = [trial.units(0, 1), trial.units(2, 3)]
     return _compare_split(trial, trial.even(), split, 4)
 
@@ -242,14 +242,14 @@ def _check_row_order(trial: LossTrial) -> CheckResult:
 
 
 def _check_padding(trial: LossTrial) -> CheckResult:
-    """Other numbers at places that are not trained."""
+    """Arbitrary values at untrained positions."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
     return judged(found, trial.run(batch), "numbers at places that are not trained are read")
 
 
 def _check_nan_padding(trial: LossTrial) -> CheckResult:
-    """NaN, and log-probabilities of −1e10 and −inf, at places that are not trained."""
+    """NaN, and log-probabilities of −1e10 and −inf, at untrained positions."""
     batch = trial.uneven()
     expected = trial.run(batch)
     worst_gap = 0.0
@@ -270,14 +270,14 @@ def _check_width(trial: LossTrial) -> CheckResult:
 
 
 def _check_hole(trial: LossTrial) -> CheckResult:
-    """Tokens between trained ones that are not trained, such as a tool's answer."""
+    """Untrained tokens between trained ones, such as tool output."""
     batch = trial.even()
     found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
     return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
 
 
 def _check_empty_row(trial: LossTrial) -> CheckResult:
-    """A row of which no token is trained."""
+    """A fully masked row."""
     batch = trial.uneven()
     rows = batch["mask"].shape[0]
     expected = trial.run(batch)
@@ -291,7 +291,7 @@ def _check_empty_row(trial: LossTrial) -> CheckResult:
 
 
 def _check_square(trial: LossTrial) -> CheckResult:
-    """As many rows as columns, where a number per row spreads along the wrong axis without an error."""
+    """As many rows as columns, where per-row values can silently broadcast along the wrong axis."""
     rows = 4 * trial.each
     batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
     expected = trial.run(widened(batch, 1)).of_columns(range(rows))
@@ -360,11 +360,11 @@ CHECKS: dict[str, Check] = {
     "options": _check_options,
 }
 OF_POLICY_GRADIENTS = ("on_policy", "zero_advantages")
-OF_SINGLE_ROWS = ("empty_row",)  # of a pair whose answer is empty nothing is asked
+OF_SINGLE_ROWS = ("empty_row",)  # pairs with an empty answer are not tested
 
 
 def checks_of(config: Config) -> list[str]:
-    """Return the checks that a configuration has, in order."""
+    """List a configuration's checks in order."""
     about = OBJECTIVES[config.objective]
     left_out: set[str] = set()
     if not about.has_advantages:
@@ -379,12 +379,12 @@ def checks_of(config: Config) -> list[str]:
 
 
 def check_losses(loss: LossFunction) -> Iterator[Finding]:
-    """Yield the findings of every configuration that the loss offers; nothing for one that it declines."""
+    """Yield findings for all supported configurations."""
     for config in all_configs():
         yield from check_loss(loss, config)
 
 
 def check_loss(loss: LossFunction, config: Config) -> Iterator[Finding]:
-    """Yield the findings of one configuration."""
+    """Yield findings for one configuration."""
     checks = {name: CHECKS[name] for name in checks_of(config)}
     yield from run_checks("loss", config.label, checks, LossTrial(loss, config))

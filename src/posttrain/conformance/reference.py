@@ -1,7 +1,6 @@
-"""The losses once more, from the papers' equations, row by row: what others are compared with.
+"""Reference losses, written row by row from published equations.
 
-It shares no code with ``posttrain.algorithms``. A row is cut to its trained tokens before anything is computed, so that
-there is no mask to forget.
+Shares no code with ``posttrain.algorithms``. Rows are cut to trained tokens first, so that no mask can be forgotten.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ReferenceRow = dict[str, Tensor]
 
 
 def reference_loss(batch: FieldTensors, config: Config) -> Tensor:
-    """Return the loss of a whole optimizer batch, however it is split."""
+    """Loss of a whole optimizer batch, regardless of splits."""
     rows = [_trained_part(batch, index) for index in range(batch["mask"].shape[0])]
     if OBJECTIVES[config.objective].rows_per_unit == 2:
         pairs = zip(rows[0::2], rows[1::2], strict=True)

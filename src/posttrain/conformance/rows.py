@@ -13,14 +13,14 @@ from posttrain.conformance.loss_calls import call_safely
 
 RowsFunction = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], int, int], Any]
 PAD, END = 0, 9
-# Of four rows: an answer that ended, a longer one, one that was cut off (it has no end token), one of the end token.
+# Four rows: a finished answer, a longer one, a truncated one (without end token), and one consisting of the end token.
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 1, 2, 3]]
 ANSWERS = [[3, 4, END], [1, 2, 3, 4, 5, END], [6, 7, 8], [END]]
 
 
 @dataclass(frozen=True, slots=True)
 class RowsTrial:
-    """A function under test that makes rows."""
+    """A row-building function under test."""
 
     function: RowsFunction
 
@@ -49,7 +49,7 @@ class RowsTrial:
 
 
 def _wrong_row(trial: RowsTrial, answers: Sequence[Sequence[int]], pad: int, end: int) -> str:
-    """Return what is wrong with the trained tokens of the first wrong row, or nothing."""
+    """Describe the first row with wrong trained tokens, or return nothing."""
     tokens, mask = trial.run(PROMPTS, answers, pad, end)
     for number, answer in enumerate(answers):
         trained = tokens[number][mask[number]].tolist()
@@ -63,12 +63,12 @@ def _judged(wrong: str) -> CheckResult:
 
 
 def _check_trained_tokens(trial: RowsTrial) -> CheckResult:
-    """Trained is the answer with its end token, and nothing else."""
+    """Exactly the answer with its end token is trained."""
     return _judged(_wrong_row(trial, ANSWERS, PAD, END))
 
 
 def _check_prompt(trial: RowsTrial) -> CheckResult:
-    """In front of the answer stands the prompt, whole."""
+    """The full prompt precedes the answer."""
     tokens, mask = trial.run(PROMPTS, ANSWERS)
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         places = mask[number].nonzero().flatten().tolist()
@@ -80,30 +80,30 @@ def _check_prompt(trial: RowsTrial) -> CheckResult:
 
 
 def _check_pad_is_end(trial: RowsTrial) -> CheckResult:
-    """A pad token that is the end token, as many models have it: the end of the answer is trained, padding is not."""
+    """Pad token equal to end token, as in many models: the answer's end is trained, padding is not."""
     return _judged(_wrong_row(trial, ANSWERS, END, END))
 
 
 def _check_pad_inside(trial: RowsTrial) -> CheckResult:
-    """An answer in which the pad token occurs."""
+    """An answer containing the pad token."""
     answers = [[3, PAD, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
 def _check_cut_off(trial: RowsTrial) -> CheckResult:
-    """Answers that were cut off: no end token is added."""
+    """Truncated answers get no end token."""
     answers = [[3, 4], [1, 2, 3, 4, 5], [6, 7, 8], [2]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
 def _check_end_inside(trial: RowsTrial) -> CheckResult:
-    """An answer of several turns, with end tokens inside."""
+    """Multi-turn answers with end tokens inside."""
     answers = [[3, END, 4, END], *ANSWERS[1:]]
     return _judged(_wrong_row(trial, answers, PAD, END))
 
 
 def _check_padding(trial: RowsTrial) -> CheckResult:
-    """The pad token is at every place that is neither prompt nor answer."""
+    """Everything besides prompt and answer is the pad token."""
     tokens = trial.run(PROMPTS, ANSWERS, 11)[0]
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         num_pads = int((tokens[number] == 11).sum())
@@ -117,7 +117,7 @@ def _check_padding(trial: RowsTrial) -> CheckResult:
 
 
 def _check_row_order(trial: RowsTrial) -> CheckResult:
-    """The order of the rows is that of the prompts."""
+    """Rows keep the order of prompts."""
     order = [2, 0, 3, 1]
     tokens, mask = trial.run([PROMPTS[row] for row in order], [ANSWERS[row] for row in order])
     for place, row in enumerate(order):
@@ -134,7 +134,7 @@ def _check_single_row(trial: RowsTrial) -> CheckResult:
 
 
 def _check_first_token(trial: RowsTrial) -> CheckResult:
-    """Nothing predicts the first token of a row, which is never trained."""
+    """A row's first token cannot be predicted, so it is never trained."""
     mask = trial.run(PROMPTS, ANSWERS)[1]
     return _judged("a row's first token is trained" if bool(mask[:, 0].any()) else "")
 

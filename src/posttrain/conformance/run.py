@@ -1,4 +1,4 @@
-"""Run every check on a module that has some of ``loss``, ``advantages``, ``score`` and ``rows``; write the table."""
+"""Run all checks on a module defining some of ``loss``, ``advantages``, ``score`` and ``rows``; print the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from posttrain.untrusted import harmless
 
 ADAPTERS = "posttrain.conformance.adapters"
 SHIPPED = ("own", "trl")
-# The functions that a module may have, with their arguments.
+# Supported functions with their arguments.
 KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Finding]]]] = {
     "loss": ("batch, config, micro_batches", check_losses),
     "advantages": ("rewards, group", check_advantages),
@@ -33,8 +33,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Finding]]]] = {
 }
 LONGEST_REASON = 300
 HEADER = ("function", "case", "checks", "largest gap", "at", "result")
-MOST_CASES = 4  # of those that one line names
-NUMBERS = (2, 3)  # columns of the table that are set to the right
+MOST_CASES = 4  # max cases named per line
+NUMBERS = (2, 3)  # right-aligned table columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class ConformanceReport:
 
     @property
     def conforms(self) -> bool:
-        """True where every check found the equation or a convention."""
+        """True if every check matched an equation or a convention."""
         return worst(self.findings) in ("ok", "convention")
 
     def count(self, status: str) -> int:
-        """Return the number of findings of a status."""
+        """Count findings with a status."""
         return sum(one.status == status for one in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data; a gap that is infinite is None, which JSON has a word for."""
+        """Convert to plain data. Infinite gaps become None, which JSON can represent."""
         counts = {status: self.count(status) for status in ("ok", "convention", "fails", "bad")}
         findings = [asdict(one) for one in self.findings]
         for one in findings:
@@ -69,10 +69,10 @@ class ConformanceReport:
 
 
 def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Callable[..., Any]]) -> ConformanceReport:
-    """Check a trainer's functions: a module, its name, a Python file, or the functions by name.
+    """Check a trainer's functions, given as a module, module name, Python file, or functions by name.
 
     Raises:
-        UsageError: the module cannot be imported, or has none of the functions.
+        UsageError: the module cannot be imported, or defines none of the functions.
     """
     if isinstance(module, Mapping):
         name, functions = "functions", dict(module)
@@ -102,10 +102,10 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module by its name, by the path of its file, or by the short name of an adapter that comes with us.
+    """Import a module by name, file path, or short name of a bundled adapter.
 
     Raises:
-        UsageError: it is not there, or raised when it was imported.
+        UsageError: missing, or failed to import.
     """
     if name in SHIPPED:
         name = f"{ADAPTERS}.{name}"
@@ -143,7 +143,7 @@ def _import_file(name: str) -> ModuleType:
 
 
 def table_lines(report: ConformanceReport) -> list[str]:
-    """Return the table as lines of text: a line for each case, then what is not as in the equations."""
+    """Format the table: a line per case, followed by deviations."""
     cases: dict[tuple[str, str], list[Finding]] = {}
     for one in report.findings:
         cases.setdefault((one.function, one.case), []).append(one)
@@ -162,7 +162,7 @@ def table_lines(report: ConformanceReport) -> list[str]:
 
 
 def largest_of(findings: Sequence[Finding]) -> tuple[str, str]:
-    """Return the largest gap and its check, of the findings that are no convention."""
+    """Largest gap and its check, ignoring conventions."""
     compared = [one for one in findings if one.gap is not None and one.status != "convention"]
     if not compared:
         return "-", "-"
@@ -171,7 +171,7 @@ def largest_of(findings: Sequence[Finding]) -> tuple[str, str]:
 
 
 def _exceptions(findings: Sequence[Finding]) -> list[str]:
-    """Return what is not as in the equations, each once with the cases where it is so."""
+    """Deviations from equations, each listed once with its cases."""
     lines: list[str] = []
     for status, heading in (("convention", "conventions"), ("fails", "fails"), ("bad", "cannot be compared")):
         places: dict[tuple[str, str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Checks of log-probabilities from logits: temperature, alignment, extremes, and the entropy if it is returned."""
+"""Checks of log-probabilities computed from logits: temperature, alignment, extremes, and entropy if returned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPERATURES = (0.7, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``[B, T − 1]``: of the tokens from the second on, and the entropy of their distributions if there is one."""
+    """``[B, T − 1]``: log-probabilities from token 2 on, and distribution entropies if available."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -41,7 +41,7 @@ class ScoreTrial:
     function: Score
 
     def run(self, logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Scores:
-        """Return what the function gives, without the column of the first token if it has one."""
+        """Call the function under test, dropping a column for the first token if present."""
         returned = call_safely(self.function, logits, tokens, temperature)
         parts = returned if isinstance(returned, tuple) else (returned,)
         if len(parts) not in (1, 2):
@@ -57,14 +57,14 @@ class ScoreTrial:
 
 
 def made_logits(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    """Return logits ``float64 [B, T, V]``, of which those at t predict token t + 1, and tokens ``[B, T]``."""
+    """Build logits ``float64 [B, T, V]``, where those at t predict token t + 1, and tokens ``[B, T]``."""
     random = torch.Generator().manual_seed(5)
     logits = 4.0 * torch.rand(rows, width, vocabulary, generator=random, dtype=torch.float64)
     return logits, torch.randint(vocabulary, (rows, width), generator=random)
 
 
 def reference_scores(logits: Tensor, tokens: Tensor, temperature: float) -> Scores:
-    """Return log-probabilities and entropies by their definitions."""
+    """Compute log-probabilities and entropies from their definitions."""
     scaled = logits[:, :-1] / temperature
     everything = scaled - scaled.exp().sum(dim=-1, keepdim=True).log()
     logprobs = everything.gather(2, tokens[:, 1:, None]).squeeze(2)
@@ -84,7 +84,7 @@ def _check_value(trial: ScoreTrial) -> CheckResult:
 
 
 def _check_alignment(trial: ScoreTrial) -> CheckResult:
-    """The logits at t are those of the token at t + 1, and of no other."""
+    """Logits at t only affect the token at t + 1."""
     logits, tokens = made_logits()
     plain = trial.run(logits, tokens).logprobs
     for t in range(WIDTH - 1):
@@ -125,7 +125,7 @@ def _check_gradient(trial: ScoreTrial) -> CheckResult:
 
 
 def _check_extremes(trial: ScoreTrial) -> CheckResult:
-    """Logits of 10,000, of which the exponential overflows."""
+    """Logits of 10,000, whose exponential overflows."""
     logits, tokens = made_logits()
     far = logits * 2500.0
     expected = far[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
@@ -160,7 +160,7 @@ def _check_row_order(trial: ScoreTrial) -> CheckResult:
 
 
 def _check_square(trial: ScoreTrial) -> CheckResult:
-    """As many rows as tokens as words in the vocabulary."""
+    """Equal numbers of rows, tokens and vocabulary entries."""
     logits, tokens = made_logits(VOCABULARY, VOCABULARY)
     found = trial.run(logits, tokens, TEMPERATURES[0]).logprobs
     return _judged(
@@ -169,7 +169,7 @@ def _check_square(trial: ScoreTrial) -> CheckResult:
 
 
 def _check_entropy(trial: ScoreTrial) -> CheckResult:
-    """The entropy at temperature 0.7, if it is returned."""
+    """Entropy at temperature 0.7, if returned."""
     logits, tokens = made_logits()
     found = trial.run(logits, tokens, TEMPERATURES[0]).entropy
     if found is None:
@@ -180,7 +180,7 @@ def _check_entropy(trial: ScoreTrial) -> CheckResult:
 
 
 def _check_entropy_gradient(trial: ScoreTrial) -> CheckResult:
-    """Its gradient, which an entropy bonus trains by."""
+    """Entropy gradient, as used by an entropy bonus."""
     logits, tokens = made_logits()
     gradients = []
     for compute in (trial.run, reference_scores):
@@ -223,5 +223,5 @@ CHECKS: dict[str, Callable[[ScoreTrial], CheckResult]] = {
 
 
 def check_scores(function: Score) -> Iterator[Finding]:
-    """Yield the findings about a function of logits, tokens and a temperature."""
+    """Yield findings for a function of logits, tokens and a temperature."""
     yield from run_checks("score", "logits", CHECKS, ScoreTrial(function))

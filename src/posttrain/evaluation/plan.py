@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +42,7 @@ from posttrain.evaluation.tables import ResultsRow, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
 from posttrain.recipes.sections import TURN_DEFAULTS, Component, task_components
+from posttrain.recipes.tool_servers import plain_tools
 from posttrain.sampling.base import NO_RULES, SMALLEST_TEMPERATURE, DecodingRules, read_rules
 from posttrain.sampling.models import (
     NATIVE,
@@ -201,7 +203,8 @@ class EvaluationPlan:
             if recipe.environment is not None:
                 environment = recipe.environment.model_dump()
             settings["environment"] = environment
-            settings["tools"] = recipe.tools
+            if recipe.tools is not None:
+                settings["tools"] = plain_tools(recipe.tools)
             settings["turns"] = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
         settings |= request.drawing.as_settings()
         settings["batch"] = None
@@ -369,29 +372,33 @@ def _run_trials(
     request = plan.request
     model = open_model(trials[0].source, engine=request.engine, dtype=request.dtype, device=request.device)
     models = [model.on_stage(trial.template) for trial in trials]
-    rendered = []
-    for trial, own in zip(trials, models, strict=True):
-        task = take_rendered(trial.task, own.grader.template, own.tokenizer, "--task")
-        rendered.append(replace(trial, task=task))
-    trials = rendered
-    for trial, own in zip(trials, models, strict=True):
-        for example in trial.task.examples[:1]:
-            encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
-    finished = {}
-    for trial, own in zip(trials, models, strict=True):
-        settings = plan.settings(trial)
-        names = settings_replaced(trial.folder, settings)
-        if names:
-            shown = {"data": "data (questions or gold answers changed)"}
-            changed = ", ".join(shown.get(name, name) for name in names)
-            progress.tell(f"{trial.folder}: replacing an earlier evaluation that differs in {changed}")
-        drawing = replace(request.drawing, max_tokens=trial.max_tokens)
-        for line in trial.task.warnings:
-            progress.tell(line)
-        evaluation = measure(own, trial.task, drawing, scorer=scorer, progress=progress)
-        evaluation.results.update(count_trained(trial.source, trial.task, drawing.n))
-        write_evaluation(trial.folder, settings, evaluation, write_page)
-        finished[trial.folder] = read_finished(trial.folder)
+    with ExitStack() as servers:  # of tools, which the stages have started
+        for own in models:
+            if own.stage is not None:
+                servers.callback(own.stage.close)
+        rendered = []
+        for trial, own in zip(trials, models, strict=True):
+            task = take_rendered(trial.task, own.grader.template, own.tokenizer, "--task")
+            rendered.append(replace(trial, task=task))
+        trials = rendered
+        for trial, own in zip(trials, models, strict=True):
+            for example in trial.task.examples[:1]:
+                encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
+        finished = {}
+        for trial, own in zip(trials, models, strict=True):
+            settings = plan.settings(trial)
+            names = settings_replaced(trial.folder, settings)
+            if names:
+                shown = {"data": "data (questions or gold answers changed)"}
+                changed = ", ".join(shown.get(name, name) for name in names)
+                progress.tell(f"{trial.folder}: replacing an earlier evaluation that differs in {changed}")
+            drawing = replace(request.drawing, max_tokens=trial.max_tokens)
+            for line in trial.task.warnings:
+                progress.tell(line)
+            evaluation = measure(own, trial.task, drawing, scorer=scorer, progress=progress)
+            evaluation.results.update(count_trained(trial.source, trial.task, drawing.n))
+            write_evaluation(trial.folder, settings, evaluation, write_page)
+            finished[trial.folder] = read_finished(trial.folder)
     return finished
 
 

@@ -1,6 +1,6 @@
-"""Models: found by name, loaded, adapted, quantized, given heads, and run forward."""
+"""Models: lookup, loading, adapters, quantization, heads, forward passes."""
 
 import logging
 
-# Where bitsandbytes is installed, peft imports it for every adapter, and it warns of a kernel that is not used here.
+# If bitsandbytes is installed, peft imports it for every adapter, which logs warnings about an unused kernel.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

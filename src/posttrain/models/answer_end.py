@@ -1,4 +1,4 @@
-"""The end of an answer in the files of a model, so that other programs stop where training did."""
+"""Answer-ending token ids in model folders: other programs then stop exactly like training did."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from posttrain.models.config import read_object
 from posttrain.untrusted import entries_of
 
-if TYPE_CHECKING:  # a card is written without it
+if TYPE_CHECKING:  # not needed for model cards
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_CONFIG = "generation_config.json"
 
 
 def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None) -> None:
-    """Write the ids that end an answer, and the padding token, into a saved model's ``generation_config.json``.
+    """Write answer-ending ids plus the padding token to a saved model's ``generation_config.json``.
 
     Args:
-        folder: with the model; a folder with an adapter gets the file.
-        ends: the ids; by default those that the tokenizer was loaded with, and its end token.
+        folder: model folder. Adapter folders get this file too.
+        ends: token ids. Defaults to the tokenizer's ``generation_end_ids`` plus ``eos_token_id``.
     """
     path = folder / GENERATION_CONFIG
     content: dict[str, Any] = {}
@@ -42,14 +42,14 @@ def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: Collectio
 
 
 def ends_in(content: dict[str, object]) -> list[int]:
-    """Return the ids that end an answer by a generation configuration."""
+    """Parse ``eos_token_id`` from a generation config."""
     declared = content.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return [one for one in ids if type(one) is int]
 
 
 def names_of_ends(folder: Path) -> list[str]:
-    """Return the tokens that end an answer of the model in a folder; empty if it does not say, or has no tokenizer."""
+    """Read a model folder's answer-ending token strings; empty if undeclared, or if the folder lacks a tokenizer."""
     path, file = folder / GENERATION_CONFIG, folder / "tokenizer.json"
     if not path.is_file() or not file.is_file():
         return []

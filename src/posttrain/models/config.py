@@ -1,4 +1,4 @@
-"""Sizes in a model's configuration, which may be untrusted, read before anything is built by it."""
+"""Size checks for untrusted model configurations, done before building anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 from posttrain.untrusted import entries_of, kind_of_file
 
-if TYPE_CHECKING:  # a causal language model, plain or in peft's wrapper
+if TYPE_CHECKING:  # a causal language model, possibly peft-wrapped
     from transformers import PreTrainedConfig as Config
     from transformers import PreTrainedModel as Model
 else:
     Config = Model = Any
 
-# More than any model of today has; the names are those of transformers' configurations.
+# Upper bounds above any current model; keys follow transformers configurations.
 LARGEST: dict[str, int] = {
     **dict.fromkeys(("vocab_size",), 10**8),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim"), 10**6),
@@ -27,25 +27,25 @@ LARGEST: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 10**5),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**9),
 }
-MAX_FILE_BYTES = 2**27  # of a model's file but its weights
+MAX_FILE_BYTES = 2**27  # limit for every file except weights
 _DESCRIPTION = re.compile(
     r"(token|config|vocab|merges|index|manifest|template|processor|quantization).*\.(json|txt)$"
     r"|\.(jinja|model|tiktoken)$"
 )
-# Parts that a library counts off one by one when it reads a configuration (labels, experts, layers).
+# Items such as labels, experts and layers, which libraries enumerate while reading a configuration.
 MAX_DEPTH = 50  # of objects in objects
 _SHOWN = 300  # characters of a place
 MAX_COUNT = 10**6
 _COUNT = re.compile(r"(num|n)_(?!.*(position|ctx|param|token))")
-# A list in some families, of each layer.
+# Some families list these per layer.
 OF_EACH_LAYER = ("intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
 
 
 def check_kinds(folder: Path) -> None:
-    """Refuse a model folder from which a library would read without end: pipes, devices, very large descriptions.
+    """Refuse model folders that could block a reader forever: pipes, devices, huge description files.
 
     Raises:
-        UsageError: with the file.
+        UsageError: names the offending path.
     """
     templates = folder / "additional_chat_templates"
     places = sorted(folder.iterdir())
@@ -62,10 +62,10 @@ def check_kinds(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what ``check_kinds`` does, a config.json of impossible sizes, and an index of weights outside.
+    """Check a model folder: ``check_kinds``, sizes in config.json, weight indexes pointing outside.
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     check_kinds(folder)
     place = folder / "config.json"
@@ -86,14 +86,14 @@ def check_folder(folder: Path) -> None:
 
 
 def read_object(place: Path) -> dict[str, Any]:
-    """The JSON object in a small file of a model.
+    """Read a small JSON object from a model folder.
 
     Raises:
-        UsageError: it is none, or cannot be read.
+        UsageError: unreadable, or not a JSON object.
     """
     try:
         content = json.loads(place.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:  # a ValueError is bad UTF-8, bad JSON or a huge number
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, or a huge number
         reason = str(error).partition("\n")[0][:200]
         raise UsageError(f"model.name: {place} cannot be read ({reason}); give a complete model") from None
     if not isinstance(content, dict):
@@ -102,10 +102,10 @@ def read_object(place: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
-    """Refuse sizes that no model has, also of the models inside of one; ``where`` stands in front of the key.
+    """Refuse impossible sizes, recursing into nested configurations; ``where`` prefixes each key.
 
     Raises:
-        UsageError: not a whole number from 1 to the largest that there is.
+        UsageError: not an integer between 1 and the known maximum.
     """
     for key, largest in LARGEST.items():
         value = config.get(key)
@@ -130,7 +130,7 @@ def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
 
 
 def _numbers_in_lists(value: object) -> list[object]:
-    """The numbers in lists of lists, by which some families repeat what stands next to them."""
+    """Collect numbers inside nested lists; some families use them as repeat counts."""
     numbers: list[object] = []
     for row in entries_of(value):
         numbers += entries_of(row)
@@ -139,7 +139,7 @@ def _numbers_in_lists(value: object) -> list[object]:
 
 
 def note_ties(model: Any) -> None:
-    """Write into a model's configuration if its head is its embedding, which other programs believe of an export."""
+    """Set ``tie_word_embeddings`` from the actual weights, because other programs trust it when loading exports."""
     head = model.get_output_embeddings()
     if head is None:
         return
@@ -151,31 +151,32 @@ def note_ties(model: Any) -> None:
 
 
 def context_length(config: Config) -> int:
-    """The longest sequence of a model, in tokens, by its configuration."""
+    """Look up the maximum sequence length in tokens."""
     text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last of MPT, whose biases end there
+    # max_seq_len: MPT, whose attention biases end there
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
     return int(next((length for name in names if (length := getattr(text, name, None))), 1 << 20))
 
 
-# Keys of configurations that name a number of tokens: windows, chunks, the lengths before a rotary scale is another,
-# steps of a position's temperature, how many tokens a sparse attention keeps. Patterns count layers.
+# Configuration keys measured in tokens: windows, chunks, original lengths for rotary scaling, temperature steps,
+# sparse-attention top-k. Pattern keys count layers instead.
 _LENGTHS = re.compile(
     r"window(?!_layers|_pattern)|chunk|original_max_position|max_position_embeddings|floor_scale|block_size|index_topk"
     r"|local_attention"
 )
-# Those of them up to which every token attends to all before it.
+# Keys limiting full attention.
 _WINDOWS = re.compile(
     r"sliding_window(?!_pattern)|attention_window|window_size|attention_chunk_size|index_topk|local_attention"
 )
 
 
 def shortest_window(config: Config) -> int | None:
-    """The longest row in which every token attends to all before it; None: there is no limit."""
+    """Find the longest row with full causal attention; None if unlimited."""
     return min((n for n in _lengths_in(config.get_text_config().to_dict(), _WINDOWS) if n > 0), default=None)
 
 
 def find_switches(config: Config, reach: int) -> tuple[int, ...]:
-    """The positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
+    """Find positions below ``reach`` where the model changes its computation."""
     lengths = _lengths_in(config.get_text_config().to_dict(), _LENGTHS)
     return tuple(sorted({length for length in lengths if 1 < length < reach}))
 

@@ -1,4 +1,4 @@
-"""Comparison of an export with the trained model on a probe."""
+"""Compare exported models with trained models on probe inputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from posttrain.errors import RunFailure
 from posttrain.models.config import Model, context_length
 from posttrain.randomness import generator
 
-MAX_GAP = 1e-4  # nats, of weights in fp32
-_WIDE = 5.0  # nats: a spread of log-probabilities beyond which rounding grows with it
+MAX_GAP = 1e-4  # nats, for fp32 weights
+_WIDE = 5.0  # nats: above this log-probability spread, rounding errors grow proportionally
 _ROWS, _TOKENS, _LAST_IDS = 4, 32, 16
 
 
 @torch.no_grad()
 def read_probe(model: Model, chosen: Sequence[int] = ()) -> Tensor:
-    """Return log-probabilities ``[rows, tokens, V]`` of a causal language model on fixed ids.
+    """Compute log-probabilities ``[rows, tokens, V]`` on fixed ids.
 
     Args:
-        model: plain or with an adapter.
-        chosen: ids that have to be read (those that an adapter trains); the last of the vocabulary always are.
+        model: causal language model, possibly peft-wrapped.
+        chosen: ids to include, for example trained embedding rows. The highest vocabulary ids are always included.
     """
     table = model.get_input_embeddings().weight
     size, width = int(table.shape[0]), min(_TOKENS, context_length(model.config))
@@ -36,13 +36,13 @@ def read_probe(model: Model, chosen: Sequence[int] = ()) -> Tensor:
 
 
 def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:
-    """Compare the probes of two models (``read_probe``); returns the largest gap in nats.
+    """Compare two probes (``read_probe``); returns their largest gap in nats.
 
     Args:
-        exact: the weights are in fp32; of half precision, merging rounds.
+        exact: fp32 weights. In half precision, merging rounds, so the tolerance is wider.
 
     Raises:
-        RunFailure: they are not the same model.
+        RunFailure: different models.
     """
     spread = float(trained.std(-1).max())
     allowed = MAX_GAP * max(1.0, spread / _WIDE) if exact else 1e-2 + 0.1 * spread

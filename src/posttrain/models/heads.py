@@ -16,18 +16,18 @@ from posttrain.randomness import derive_key
 
 
 def hidden_size(model: Model) -> int:
-    """The width of the hidden states that the language-model head of ``model`` (plain or peft) reads."""
+    """Look up the hidden width read by the language-model head (plain or peft)."""
     return int(model.get_output_embeddings().weight.shape[1])
 
 
 class ScalarHead(nn.Module):
-    """One linear layer from a hidden state to ``outputs`` numbers: ``W h``, in fp32 at least.
+    """Bias-free linear layer producing ``outputs`` numbers per hidden state: ``W h``, in fp32 or wider.
 
     Args:
-        hidden: the width of the hidden states, d.
-        outputs: 1 for a value or a reward, C for classes.
-        seed: the weights are a function of ``seed`` alone, the same on every device.
-        init_std: they are drawn from N(0, init_std²).
+        hidden: hidden width d.
+        outputs: 1 for values and rewards, C for classes.
+        seed: determines all weights, on every device.
+        init_std: weights are drawn from N(0, init_std²).
     """
 
     def __init__(self, hidden: int, outputs: int = 1, *, seed: int = 0, init_std: float = 0.02) -> None:
@@ -46,9 +46,9 @@ class ScalarHead(nn.Module):
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, entropy: str, candidates: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and candidates'.
+    """Compute log-probabilities ``[M]`` for ``targets`` under ``logits [M, V]``, entropies ``[M]``, candidate scores.
 
-    The last are ``[M, K]`` for ``candidates [M, K]``, or None; all are in fp32 or float64.
+    Candidate log-probabilities are ``[M, K]`` for ``candidates [M, K]``, else None. Results are fp32 or float64.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled if temperature == 1.0 else scaled / temperature
@@ -57,18 +57,18 @@ def score_logits(
         logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
         return logprobs[:, 0], entropies, None if candidates is None else logprobs[:, 1:]
     table = scaled.log_softmax(dim=-1)
-    # 0 · (−inf) is a token that cannot occur: it adds nothing.
+    # 0 · (−inf) marks an impossible token, which adds nothing.
     entropies = -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
     of_candidates = None if candidates is None else table.gather(-1, candidates)
     return table.gather(-1, targets[:, None])[:, 0], entropies, of_candidates
 
 
 class WithSlopes(torch.autograd.Function):
-    """The tensors ``[M]`` of ``run(states, ids)`` for hidden states ``[M, d]`` under a head that is not trained.
+    """Evaluate ``run(states, ids)`` (``[M]`` tensors) on hidden states ``[M, d]`` under a frozen head.
 
-    The gradient of a token's log-probability by its state, ``u = W^T (e_y - p) / temperature``, does not depend on the
-    objective. So it is formed in the forward pass, and the backward pass is ``g u``: two products with the vocabulary,
-    where logits computed again cost a third, and only ``[M, d]`` is kept.
+    Differentiating a token's log-probability with respect to its state gives ``u = W^T (e_y - p) / temperature``,
+    independent of the objective. The forward pass therefore computes u, and the backward pass just scales it: ``g u``.
+    This costs two vocabulary-sized products; recomputing logits would need a third. Only ``[M, d]`` is stored.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ class WithSlopes(torch.autograd.Function):
         with torch.enable_grad():
             states = states.detach().requires_grad_()
             results = run(states, ids)
-            slopes = [  # of each number by its own state
+            slopes = [  # per state
                 torch.autograd.grad(x.sum(), states, retain_graph=True)[0] if x.requires_grad else None for x in results
             ]
         outputs = tuple(x.detach() for x in results)

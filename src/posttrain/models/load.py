@@ -1,4 +1,4 @@
-"""Models by name: the embedded one, a run, a checkpoint, a local folder, or the hub."""
+"""Load models: embedded, runs, checkpoints, local folders, hub."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ from posttrain.store import posix
 from posttrain.untrusted import kind_of_file, trusts_remote_code
 
 BASE_BITS = "base_quantization.json"
-# Inside a checkpoint, the copies of its model in few bits.
+# Low-bit copies inside a checkpoint.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 INDEX = "model.safetensors.index.json"
 _OF_AN_ADAPTER = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-MOST_PER_BYTE = 8  # weights of one bit
+MOST_PER_BYTE = 8  # 1-bit weights
 _FREE_WEIGHTS = 2**24
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model in eval mode with its tokenizer; ``source`` says where it came from."""
+    """A causal language model in eval mode, plus tokenizer; ``source`` records its origin."""
 
     model: Model
     tokenizer: PreTrainedTokenizerFast
@@ -79,16 +79,16 @@ def load_model(
     texts: Iterator[str] | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> LoadedModel:
-    """Load (or make, with ``section.init``) a model and its tokenizer, in eval mode and without dropout.
+    """Load (or create, given ``section.init``) a model plus tokenizer, in eval mode without dropout.
 
-    An adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for a new adapter,
-    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. ``tokenizer``: the model's,
-    if it was loaded before. A folder with quantized weights is loaded as it is; ``section.load_bits`` quantizes one in
-    full precision, and an adapter gets its base in the bits that it was trained on.
+    Adapter folders load base plus adapter, ready for further training. If the recipe requests a new adapter, the old
+    one is merged first. ``texts`` train a new model's tokenizer. ``tokenizer`` reuses an already loaded one.
+    Quantized folders load unchanged; ``section.load_bits`` quantizes full-precision weights. Adapters get their base
+    in the precision used during training.
 
     Raises:
-        UsageError: no such model, a hub that cannot be reached, or not a causal language model.
-        MissingExtra: quantized weights, without the package that reads them.
+        UsageError: unknown model, unreachable hub, or not a causal language model.
+        MissingExtra: quantized weights need a package that is missing.
     """
     with phase(f"loading {section.name if section.init is None else 'a new model'}"):
         return _load_model(section, seed, texts or iter(()), tokenizer)
@@ -116,10 +116,10 @@ def _load_model(
 
 
 def _set_attention(model: Model, name: str) -> None:
-    """Let transformers attend by its implementation of this name.
+    """Select a transformers attention implementation.
 
     Raises:
-        UsageError: it is not installed here, or not for this architecture.
+        UsageError: not installed, or unsupported by this architecture.
     """
     try:
         model.set_attn_implementation(name)
@@ -130,13 +130,13 @@ def _set_attention(model: Model, name: str) -> None:
 
 
 def read_config(section: ModelSection) -> Any | None:
-    """Return the configuration of the model (or the base of the adapter) that a section names; None: it is not at hand.
+    """Load the configuration for a section's model (or adapter base); None if unavailable locally.
 
-    Nothing is built, no code of a model runs and no network is used. A new model's has the largest vocabulary that its
-    tokenizer may get.
+    Builds nothing, runs no model code, stays offline. New models get the largest vocabulary their tokenizer could
+    reach.
 
     Raises:
-        UsageError: no such model, or a configuration that cannot be read.
+        UsageError: unknown model, or an unreadable configuration.
     """
     if section.init is not None:
         _check_architecture(section.init)
@@ -150,7 +150,7 @@ def read_config(section: ModelSection) -> Any | None:
     if kind_of_file(source) == "nothing":
         try:
             place = try_to_load_from_cache(source, "config.json")
-        except HFValidationError:  # no model of the hub can be called that
+        except HFValidationError:  # not a valid hub name
             return None
     if not isinstance(place, str | Path):
         return None
@@ -160,14 +160,14 @@ def read_config(section: ModelSection) -> Any | None:
 
 
 def _keep_norms_exact(model: Model) -> None:
-    """Compute the norms of a model in fp64, where transformers computes them in fp32."""
+    """Compute norms in fp64; transformers uses fp32."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = ExactRMSNorm
 
 
 def quantized_bits(model: Model) -> Literal[4, 8] | None:
-    """Return the bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
+    """Find the bitsandbytes precision of linear layers (plain or adapted)."""
     return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
 
 
@@ -185,22 +185,22 @@ def _bits_in(config: Config) -> Literal[4, 8] | None:
 
 
 def num_parameters(model: Model) -> int:
-    """Return the number of a model's weights, tied ones once."""
+    """Count parameters; tied weights count once."""
     return sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.parameters())
 
 
 def note_base_bits(model: Model, folder: Path) -> None:
-    """Write the bits of a quantized base next to its adapter, which on another base is another model."""
+    """Record the base's quantization beside its adapter, since any other base gives a different model."""
     bits = quantized_bits(model)
     if bits is not None:
         (folder / BASE_BITS).write_text(json.dumps({"load_bits": bits}) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model (``load_model``'s names), without its weights.
+    """Load only the tokenizer (``load_model``'s names).
 
     Raises:
-        UsageError: no such model, or it has no tokenizer.
+        UsageError: unknown model, or tokenizer missing.
     """
     source = resolve_model_name(name)
     with reading_model(name, source):
@@ -228,7 +228,7 @@ def reading_model(name: str, source: str) -> Iterator[None]:
 
 
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
-    """Load a tokenizer; of an adapter folder without one, that of its base."""
+    """Load a tokenizer. Adapter folders lacking one fall back to their base model."""
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = base_of(source)
     _check_files_of_tokenizer(source)
@@ -253,7 +253,7 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _check_files_of_tokenizer(source: str) -> None:
-    """Check the files of a tokenizer where transformers finds them: in a folder, or where the hub's are kept."""
+    """Check tokenizer files where transformers finds them: in a folder or the hub cache."""
     if Path(source) in EMBEDDED.values():
         return
     from posttrain.models.patterns import check_tokenizer, check_tokenizer_config
@@ -265,12 +265,12 @@ def _check_files_of_tokenizer(source: str) -> None:
 
 
 def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Return the end tokens of ``generation_config.json``, without one those of ``config.json``, as transformers does.
+    """Read end tokens from ``generation_config.json``, falling back to ``config.json`` like transformers.
 
-    An ordinary token comes from a default, and is none.
+    Ordinary tokens come from defaults; they are skipped.
 
     Raises:
-        UsageError: the file cannot be read, or names something else than ids.
+        UsageError: unreadable, or not token ids.
     """
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
@@ -287,7 +287,7 @@ def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off transformers' progress bars, and its reports of weights that are missing or left over."""
+    """Silence transformers' progress bars plus its reports about missing or unexpected weights."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -300,7 +300,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _from_files(section: ModelSection, source: str, known: PreTrainedTokenizerFast | None) -> tuple[Any, Any]:
-    # what the report of the weights would say, ``_check_weights`` decides
+    # ``_check_weights`` decides on reported weights
     with quiet_transformers(), reading_model(section.name, source):
         source = _checked(source)
         if section.adapter is None and is_adapter(source):
@@ -316,10 +316,10 @@ def _from_files(section: ModelSection, source: str, known: PreTrainedTokenizerFa
 
 
 def _checked(source: str) -> str:
-    """Check a model's files before a library reads them; returns its source, for an adapter of the hub its folder.
+    """Check model files before any library reads them; returns the source, or a local folder for hub adapters.
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     if _check_files_of_hub(source):
         from huggingface_hub import snapshot_download
@@ -330,7 +330,7 @@ def _checked(source: str) -> str:
 
 
 def _check_files_of_hub(source: str) -> bool:
-    """Check the descriptions of a model of the hub where they are kept, as a folder's; returns if it is an adapter."""
+    """Check cached descriptions of a hub model like a folder's; returns True for adapters."""
     if kind_of_file(source) != "nothing":
         return False
     places = {name: cached_file(source, name, **OPTIONAL) for name in ("config.json", INDEX, ADAPTER_CONFIG)}
@@ -340,7 +340,7 @@ def _check_files_of_hub(source: str) -> bool:
 
 
 def weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a model; those of the hub are fetched. None if some are not there."""
+    """Find safetensors files, fetching from the hub if needed; empty if any is missing."""
     if kind_of_file(source) != "nothing":
         return [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
     index = cached_file(source, INDEX, **OPTIONAL)
@@ -350,7 +350,7 @@ def weight_files(source: str) -> list[Path]:
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
-    """Load a model without an adapter; an adapter folder's is merged into its base."""
+    """Load a model without adapters, merging adapter folders into their base."""
     if is_adapter(source):
         merged = _merge_adapter(source, section)
         if section.load_bits is None:
@@ -361,7 +361,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             model = _load_weights(folder, section)
         model.name_or_path = model.config._name_or_path = source
         return model
-    _check_files_of_hub(source)  # also of the base that an adapter names
+    _check_files_of_hub(source)  # includes adapter bases
     config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
     stored = _bits_in(config)
     if stored is not None and section.load_bits not in (None, stored):
@@ -371,7 +371,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     options: dict[str, Any] = {
         "dtype": DTYPES[section.dtype],
         "trust_remote_code": section.runs_remote_code,
-        "use_safetensors": True,  # the other format is a pickle
+        "use_safetensors": True,  # other formats are pickles
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # ``_check_weights`` names them
     }
@@ -385,18 +385,18 @@ def _load_weights(source: str, section: ModelSection) -> Any:
         bits = section.load_bits if stored is None else None
         model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
-    if model.config.get_text_config().tie_word_embeddings:  # the file may have a head of its own
+    if model.config.get_text_config().tie_word_embeddings:  # files may contain a separate head
         note_ties(model)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out
+        model.set_attn_implementation("eager")  # some transformers releases choose a variant lacking the cap
     return model
 
 
 def _check_size_of_files(source: str, config: Config) -> None:
-    """Refuse a model whose configuration describes far more weights than its files can hold: all would be made first.
+    """Refuse configurations describing far more weights than stored, which would all be allocated first.
 
     Raises:
-        UsageError: with both numbers.
+        UsageError: states both sizes.
     """
     places = weight_files(source)
     if not places:
@@ -412,7 +412,7 @@ def _check_size_of_files(source: str, config: Config) -> None:
 
 
 def _merge_adapter(source: str, section: ModelSection) -> Any:
-    """Load the base of an adapter folder in full precision, with the adapter merged."""
+    """Load an adapter folder's base in full precision, then merge."""
     base = _load_weights(base_of(source), _section_of_base(source, section, load_bits=None))
     if quantized_bits(base) is not None:
         from posttrain.models.quantize import dequantize
@@ -426,7 +426,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
 
 
 def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
-    """Return the section of an adapter's base: in the bits that are asked for, else those noted next to the adapter."""
+    """Resolve the section for an adapter's base, using requested bits or else recorded bits."""
     wanted = section.model_copy(update=changes)
     note = Path(adapter) / BASE_BITS
     if wanted.load_bits is not None or not note.is_file():
@@ -435,10 +435,10 @@ def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> Mod
 
 
 def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
-    """Refuse files that leave weights at random; name those that the model has no place for.
+    """Refuse files that leave weights random; list unexpected weights.
 
     Raises:
-        UsageError: some of the model's weights are not in the files.
+        UsageError: model weights missing from these files.
     """
     shapes = [f"{n} is {list(a)}, not {list(b)}" for n, a, b in sorted(loading_info.get("mismatched_keys") or ())]
     if shapes:
@@ -470,7 +470,7 @@ def _switch_off_dropout(model: Model) -> None:
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; transformers computes in fp32, which is 1e-9 of a gradient."""
+    """RMS norm ``w · x / sqrt(mean(x²) + ε)`` in x's dtype. With transformers' fp32, gradients differ by 1e-9."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -480,7 +480,7 @@ class ExactRMSNorm(torch.nn.Module):
 
 
 def _check_architecture(init: InitSection) -> None:
-    """Refuse an architecture or a key that transformers does not know, and a size that no model has."""
+    """Refuse unknown architectures, unknown keys, impossible sizes."""
     if init.architecture not in CONFIG_MAPPING:
         hint = suggest(init.architecture, CONFIG_MAPPING.keys())
         raise UsageError(f"model.init.architecture: transformers has no {init.architecture!r}.{hint}")
@@ -517,7 +517,7 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
 
 
 def _check_room(init: InitSection, config: Config) -> None:
-    """Refuse a new model whose weights alone are more than this machine's memory."""
+    """Refuse new models whose weights exceed this machine's memory."""
     with torch.device("meta"):
         num_bytes = 4 * num_parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     room = posix.memory_bytes()
@@ -529,12 +529,12 @@ def _check_room(init: InitSection, config: Config) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of ``model.device``; of several processes on a machine, each has a GPU of its own.
+    """Resolve ``model.device``. On multi-process machines, each process gets a separate GPU.
 
-    ``auto`` takes a GPU of NVIDIA's where there is one; an Apple GPU (``mps``) is used by name.
+    ``auto`` prefers NVIDIA GPUs; Apple GPUs need an explicit ``mps``.
 
     Raises:
-        UsageError: there is no such GPU.
+        UsageError: GPU unavailable.
     """
     is_mps = name == "mps" and torch.backends.mps.is_available()
     is_cuda = name in ("auto", "cuda") and torch.cuda.is_available()  # which starts the driver

@@ -28,20 +28,21 @@ from posttrain.untrusted import entries_of, fields_of, kind_of_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file
-CLASSIFIER_TASK = "SEQ_CLS"  # of an adapter that is a reward model
+CLASSIFIER_TASK = "SEQ_CLS"  # for reward-model adapters
 _CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_save
 _ADAPTER = "default"
-MAX_FREE_RANK = 1024  # up to which matrices are made before their sizes are compared with the file
-MAX_STEPS = 1_000  # of an approximate singular value decomposition; 16 are usual
+MAX_FREE_RANK = 1024  # matrices allocated before comparing their sizes with stored tensors
+MAX_STEPS = 1_000  # for approximate singular value decomposition; 16 is typical
 MAX_LAYERS = 2_000
-MAX_ENTRIES = 10_000  # of a list, each of which is compared with each module
+MAX_ENTRIES = 10_000  # list length limit, since every entry is compared with every module
 _LISTS = ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters")
-_NEED_PEFTS_OWN_CALL = ("alora_invocation_tokens", "arrow_config")  # 5 nats of an adapter were left out
+# dropping these changed log-probabilities by 5 nats for one adapter
+_NEED_PEFTS_OWN_CALL = ("alora_invocation_tokens", "arrow_config")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One adapter of one projection: ``scale * (x down^T) up^T``; down ``[r, in]``, up ``[out, r]``."""
+    """One adapter for one projection: ``scale * (x down^T) up^T``; down ``[r, in]``, up ``[out, r]``."""
 
     down: Tensor
     up: Tensor
@@ -49,14 +50,13 @@ class LowRank:
 
 
 def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
-    """``model`` with a new LoRA adapter: W + (alpha / rank) B A on every target, B = 0, the base frozen.
+    """Add a new LoRA adapter to ``model``: W + (alpha / rank) B A on every target, B = 0, base frozen.
 
-    A is uniform in ±1/sqrt(in) (peft's Kaiming initialization) and a function of ``seed`` and the projection's name,
-    the same on every device. ``alpha`` defaults to the rank, which makes the scale 1.
+    A is uniform in ±1/sqrt(in) (peft's Kaiming initialization), determined by ``seed`` plus the projection's name,
+    identical on all devices. ``alpha`` defaults to the rank, giving a scale of 1.
 
     Raises:
-        RecipeError: a target that no linear layer of the model is called, or a model that has an
-            adapter already.
+        RecipeError: a target matches no linear layer, or the model was already adapted.
     """
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
@@ -75,10 +75,10 @@ def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
         use_dora=section.use_dora,
         use_rslora=section.use_rslora,
         init_lora_weights=True if init == "default" else init,
-        fan_in_fan_out=Conv1D in kinds,  # GPT-2 keeps its weights transposed
+        fan_in_fan_out=Conv1D in kinds,  # GPT-2 stores transposed weights
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws; of the default the numbers are replaced below
+    with torch.random.fork_rng(devices=[]):  # peft draws; default initializations are replaced below
         torch.manual_seed(derive_key(seed, "adapter weights") % (1 << 63))
         try:
             wrapped = get_peft_model(model, config)
@@ -99,7 +99,7 @@ def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
 
 
 def describe_reach(model: Model) -> list[str]:
-    """A line about the matrices of its base that an adapter reaches and leaves out."""
+    """Summarize which base matrices are adapted, and which stay untouched."""
     if not has_adapter(model):
         return []
     reached, left = Counter[str](), Counter[str]()
@@ -110,7 +110,7 @@ def describe_reach(model: Model) -> list[str]:
             continue
         name = name.replace(".base_layer", "")
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdecimal()]
-        is_reached = name in targets or ".token_adapter." in name  # rows of an embedding
+        is_reached = name in targets or ".token_adapter." in name  # embedding rows
         (reached if is_reached else left)[".".join(parts[-2:])] += parameter.numel()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"{sum(left.values()):,} of {sum(left.values()) + sum(reached.values()):,} weights"
@@ -121,10 +121,10 @@ def describe_reach(model: Model) -> list[str]:
 
 
 def refuse_whole_weights(model: Model, source: str) -> None:
-    """Refuse to train on an adapter with whole weights of its base, which a checkpoint would not keep.
+    """Refuse further training of adapters containing whole base weights, which checkpoints would not keep.
 
     Raises:
-        RecipeError: with the first name.
+        RecipeError: names one such weight.
     """
     if names := getattr(model, "whole_weights", ()):
         raise RecipeError(
@@ -154,13 +154,15 @@ def _check_targets(model: Model, section: AdapterSection, conv: type) -> None:
 
 
 def has_adapter(model: Model) -> bool:
-    """Return True if ``model`` is a peft model around a base."""
+    """Check for a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
-    """The linear layer inside ``module`` (an ``nn.Linear`` or peft's wrapper of one) and its active adapters; None for
-    anything but plain LoRA. Merged adapters give no term."""
+    """Unwrap the linear layer in ``module`` (``nn.Linear`` or peft's wrapper), plus active adapters.
+
+    None for anything except plain LoRA. Merged adapters contribute no term.
+    """
     if type(module) is nn.Linear:
         return module, []
     base = getattr(module, "base_layer", None)
@@ -183,12 +185,12 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
 
 
 def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
-    """Return ``base`` with the adapter in the folder ``source`` on it; of a reward model, without its head.
+    """Attach the adapter stored in ``source`` to ``base``; reward heads are skipped.
 
-    Whole weights in its file (embeddings of a resized vocabulary) replace those of the base.
+    Whole weights in the adapter file (resized embeddings) replace base weights.
 
     Raises:
-        UsageError: a tensor of the file has no place in the model, or one that the configuration names is not in it.
+        UsageError: unexpected tensors, or tensors missing despite being listed in the configuration.
     """
     from peft import LoraConfig, PeftModel
     from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
@@ -210,9 +212,9 @@ def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         try:
             model = PeftModel.from_pretrained(base, source, is_trainable=is_trainable, config=config)
-            # Once more, for the report of what fitted, which from_pretrained keeps to itself.
+            # Load again, to learn which weights matched; from_pretrained hides this.
             report = set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"), adapter_name=_ADAPTER)
-        except KeyError as error:  # peft looks up what the configuration wants saved whole
+        except KeyError as error:  # peft resolves modules_to_save
             raise UsageError(_refusal(source, f"has no tensor {error.args[0]}")) from error
         except RuntimeError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the first is a heading
@@ -231,12 +233,12 @@ def attach_adapter(base: Model, source: str, *, is_trainable: bool) -> Any:
 
 
 def refuse_bias_without_place(base: Model, key: str, way_out: str) -> None:
-    """Refuse an adapter with a bias on layers without one: merged weights have no place for it.
+    """Refuse adapter biases on bias-free layers, since merged weights could not hold them.
 
-    ``key``: the option that named the adapter.
+    ``key``: option naming the adapter.
 
     Raises:
-        UsageError: with the layer, and ``way_out``.
+        UsageError: names the layer, followed by ``way_out``.
     """
     for name, module in base.named_modules():
         biases = getattr(module, "lora_bias", None)
@@ -247,19 +249,19 @@ def refuse_bias_without_place(base: Model, key: str, way_out: str) -> None:
 
 
 def _names_in(base: Model) -> list[str]:
-    """The names of all modules and parameters, whole and as they are called from each module above them."""
+    """Collect module and parameter names, both in full and relative to each parent."""
     named = (*base.named_modules(remove_duplicate=False), *base.named_parameters(remove_duplicate=False))
     parts = [name.split(".") for name, _ in named]
     return sorted({".".join(part[n:]) for part in parts for n in range(len(part))})
 
 
 def merge_adapter(model: Model) -> Any:
-    """Return the base of a peft model with its active adapter merged by peft's own rules.
+    """Merge the active adapter into its base with peft's rules, and unwrap the base.
 
-    A tied matrix with an adapter at one of its places becomes two matrices first.
+    If only one side of tied matrices is adapted, they are untied first.
 
     Raises:
-        UsageError: the adapter has a bias where the base has none.
+        UsageError: an adapter bias on a bias-free layer.
     """
     base = model.get_base_model()
     refuse_bias_without_place(base, "model.name", "Load it as an adapter, or train one without lora_bias")
@@ -274,7 +276,7 @@ def merge_adapter(model: Model) -> Any:
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is None:
         return merged
-    # The two products of one adapter that both places share need not round alike.
+    # Shared adapters are multiplied separately on both sides, so rounding could differ.
     if tied and (is_one_adapter or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     note_ties(merged)
@@ -282,7 +284,7 @@ def merge_adapter(model: Model) -> Any:
 
 
 def _adapter_memory(module: nn.Module | None) -> set[int]:
-    """Return where the adapter's tensors of a module lie."""
+    """Locate a module's adapter tensors."""
     if module is None:
         return set()
     named = module.named_parameters()
@@ -290,10 +292,10 @@ def _adapter_memory(module: nn.Module | None) -> set[int]:
 
 
 def _check_settings(place: Path, config_type: Any) -> None:
-    """Refuse settings that peft would leave out, or take for something else (a text for true).
+    """Refuse settings that peft would ignore or misread (such as strings for booleans).
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     defaults = {field.name: field.default for field in fields(config_type)}
     for key, value in read_object(place).items():
@@ -317,10 +319,10 @@ def _check_settings(place: Path, config_type: Any) -> None:
 
 
 def _check_growth(settings: Mapping[str, Any], folder: Path) -> None:
-    """Refuse an adapter for which peft would make matrices that its file does not hold, or very many layers.
+    """Refuse adapters for which peft would allocate unstored matrices, or too many layers.
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     where, largest = f"model.name: {folder / ADAPTER_CONFIG}: ", MAX_FREE_RANK
     if kind_of_file(folder / ADAPTER_WEIGHTS) == "file":
@@ -359,12 +361,12 @@ def _open_weights(path: Path) -> Iterator[Any]:
 
 
 def _read_whole_weights(base: Model, path: Path) -> set[str]:
-    """Name the weights of ``base`` that an adapter's file holds whole with other values.
+    """List weights stored whole in an adapter file with values differing from ``base``.
 
-    The embeddings of ``base`` get as many rows as those in the file, where all of them are in it.
+    If the adapter stores complete embeddings, ``base`` is resized to match.
 
     Raises:
-        UsageError: there is no such file, or it is damaged.
+        UsageError: missing or damaged adapter weights.
     """
     if kind_of_file(path) != "file":
         raise UsageError(f"model.name: {path.parent} has {ADAPTER_CONFIG} and no {path.name}. Copy the whole adapter")
@@ -402,11 +404,11 @@ def _refusal(source: str, reason: str) -> str:
 
 
 def merged_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name in the base's own checkpoint, the active adapters merged by peft's rules, one by one.
+    """Yield weights under base checkpoint names, merging active adapters one at a time by peft's rules.
 
     Raises:
-        UsageError: an adapter at one of two places of a tied matrix, which would no longer be one; or one with a bias
-            where the base has none.
+        UsageError: an adapter on only one side of tied matrices, which would untie them, or an adapter bias on a
+            bias-free layer.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -432,7 +434,7 @@ def merged_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the module that a wrapper of peft stands for, by their names in it."""
+    """List wrapped parameters by their name inside the original module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     is_off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
@@ -455,16 +457,16 @@ def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(wrapper: Any) -> bool:
-    """Return True if a wrapper adds nothing but low-rank terms of the weight."""
+    """Check if a wrapper adds only low-rank weight updates."""
     if not hasattr(wrapper, "lora_A") or hasattr(wrapper, "parameter_name") or any(wrapper.lora_variant.values()):
         return False
     return not any(wrapper.lora_bias.values())
 
 
 def tied_adapters(base: Model) -> list[str]:
-    """Name the parameters under an adapter that are also a parameter of another module.
+    """List adapted parameters shared with other modules.
 
-    Trained rows of an embedding and its tied head are one adapter, and stay tied.
+    Trained embedding rows plus a tied head form a single adapter, and stay tied.
     """
     places: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):

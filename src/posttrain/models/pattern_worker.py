@@ -1,4 +1,4 @@
-"""The function of a worker process that matches the patterns of an adapter with the names of a model's modules."""
+"""Worker function: match adapter patterns against module names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# The forms in which peft matches a pattern: of targets, of ranks and scales, of layers, of modules that are kept whole.
+# Forms used by peft for targets, ranks, scales, layers, modules saved whole.
 FORMS = (r"{}", r"(.*\.)?({})$", r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", r"(^|.*\.){}($|\..*)")
 
 
 def match_all(item: dict[str, Any]) -> int:
-    """Match each of ``patterns`` with each of ``names`` in all forms; return how many matched. Only the end counts."""
+    """Match all ``patterns`` against all ``names`` in every form; returns the match count. Only termination matters."""
     names: Sequence[str] = item["names"]
     return sum(_matches(form.replace("{}", pattern), names) for pattern in item["patterns"] for form in FORMS)
 
@@ -19,6 +19,6 @@ def match_all(item: dict[str, Any]) -> int:
 def _matches(pattern: str, names: Sequence[str]) -> int:
     try:
         compiled = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):  # in this form it is none, and peft will say so
+    except (re.error, OverflowError, RecursionError):  # invalid in this form; peft will report it
         return 0
     return sum(bool(compiled.match(name)) + bool(compiled.fullmatch(name)) for name in names)

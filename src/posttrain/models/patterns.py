@@ -1,6 +1,6 @@
-"""Parts of a model's files that may never end or grow: patterns of adapters, steps of tokenizers, chat templates.
+"""Model files that could hang or grow without bound: adapter patterns, tokenizer steps, chat templates.
 
-What depends on texts (templates, the patterns of a tokenizer) is tried on the real ones, ``data/render/foreign.py``.
+Text-dependent parts (templates, tokenizer patterns) are tried on real texts in ``data/render/foreign.py``.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from posttrain.models.config import MAX_FILE_BYTES, read_object
 from posttrain.option_types import shorten
 from posttrain.untrusted import entries_of, fields_of, kind_of_file
 
-MAX_ADDED_TOKENS = 2**17  # 65,536 tokens of speech or of images are usual
-MAX_GROWTH = 64  # of a text by all replacements of its steps, one after the other
-MAX_TOKEN_CHARS = 4096  # of the longest token, times what the decoder makes of it; 1,000 spaces are usual
+MAX_ADDED_TOKENS = 2**17  # 65,536 is typical for speech or images
+MAX_GROWTH = 64  # growth factor through all replacement steps combined
+MAX_TOKEN_CHARS = 4096  # longest token after decoding; 1,000 spaces are typical
 MAX_STEPS = 256
-MAX_FRAME = 256  # tokens that a post-processor puts around a text
+MAX_FRAME = 256  # tokens added around a text by the post-processor
 MAX_AFFIX_CHARS = 64  # in front of or behind each part of a word
-MAX_WORD_CHARS = 1000  # of a word that is cut into parts by trying all; 100 is usual
+MAX_WORD_CHARS = 1000  # word length when splitting tries everything; 100 is typical
 MAX_PATTERN_CHARS = 10_000
-# Patterns are as plain as names in adapters of most tools; more of them than Python keeps compiled take long as well.
+# Patterns written as plain module names, typical for most tools. Too many still cost time, once Python's regex cache
+# overflows.
 _PLAIN_PATTERN = re.compile(r"[\w.-]*")
 _MAX_PLAIN_PATTERNS = 256
-# Of an adapter's configuration: regular expressions (``target_modules`` where it is a text), and names in front of
-# which peft puts one.
+# Adapter configuration keys: regular expressions (string ``target_modules``), plus names to which peft adds a prefix.
 _OF_ADAPTERS = ("target_modules", "exclude_modules", "layers_pattern", "target_parameters", "modules_to_save")
 _PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 TRIAL_SECONDS = 5  # of processor time; on the clock ten times as much, for machines that do other things too
 _GIVES_UP = 3  # exit code
-# Where there are no workers: a chat template with conversations for it on standard input, run in a process that is
-# ended when it takes too long. Only an end within the limits counts; what it writes or refuses does not.
+# Fallback without workers: a subprocess renders conversations from standard input, and is killed on timeout. Only
+# finishing within limits counts; output and errors are ignored.
 _TEMPLATE_TRIAL = """
 import json, sys
 try:
@@ -88,10 +88,10 @@ _MAX_TRIAL_CHARS = 2**20
 
 @cache
 def check_chat_template(template: str, where: str) -> None:
-    """Refuse a chat template that is too long; without workers, one that does not end on short conversations either.
+    """Refuse overlong chat templates. Without workers, also refuse templates that hang on short conversations.
 
     Raises:
-        UsageError: ``where`` stands in front.
+        UsageError: prefixed by ``where``.
     """
     if len(template) > MAX_TEMPLATE_CHARS:
         raise UsageError(f"{where}the chat template has {len(template):,} characters; at most {MAX_TEMPLATE_CHARS:,}")
@@ -123,7 +123,7 @@ def check_chat_template(template: str, where: str) -> None:
 
 
 def _adapter_patterns(settings: Mapping[str, object]) -> dict[str, str]:
-    """The patterns of an adapter's configuration with their keys."""
+    """Map each adapter pattern to its configuration key."""
     found: dict[str, str] = {}
     for key in (*_OF_ADAPTERS, *_PATTERN_KEYS):
         value = settings.get(key)
@@ -133,10 +133,10 @@ def _adapter_patterns(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def check_adapter_patterns(settings: Mapping[str, object], where: str) -> None:
-    """Refuse regular expressions of an adapter's configuration that are too long, or are none.
+    """Refuse overlong or invalid regular expressions in adapter configurations.
 
     Raises:
-        UsageError: with the pattern; ``where`` stands in front.
+        UsageError: quotes the pattern, prefixed by ``where``.
     """
     for pattern, key in _adapter_patterns(settings).items():
         if len(pattern) > MAX_PATTERN_CHARS:
@@ -150,13 +150,13 @@ def check_adapter_patterns(settings: Mapping[str, object], where: str) -> None:
 
 
 def check_adapter_matches(settings: Mapping[str, object], names: Sequence[str], where: str) -> None:
-    """Refuse an adapter whose patterns do not come to an end on the names of the model's modules and parameters.
+    """Refuse adapters whose patterns hang on this model's module and parameter names.
 
-    They are all matched in a worker first, in each form that peft gives them. peft does the same afterwards, with the
-    same strings: so it ends as well, whatever it finds.
+    A worker first matches everything in each form used by peft. Later peft repeats exactly these matches, so it
+    finishes too, regardless of results.
 
     Raises:
-        UsageError: with the keys; ``where`` stands in front.
+        UsageError: lists the keys, prefixed by ``where``.
     """
     patterns = _adapter_patterns(settings)
     odd = [pattern for pattern in patterns if not _PLAIN_PATTERN.fullmatch(pattern)]
@@ -174,12 +174,13 @@ def check_adapter_matches(settings: Mapping[str, object], names: Sequence[str], 
 
 
 def check_tokenizer_config(folder: Path) -> None:
-    """Refuse a tokenizer_config.json that asks for more tokens than any tokenizer has.
+    """Refuse a tokenizer_config.json requesting absurdly many tokens.
 
-    Classes of tokenizers make as many tokens as a setting says (``extra_ids``); no number but a length is that large.
+    Tokenizer classes create as many tokens as settings such as ``extra_ids`` request. Apart from lengths, legitimate
+    numbers stay small.
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     place = folder / "tokenizer_config.json"
     for key, value in read_object(place).items():
@@ -191,13 +192,13 @@ def check_tokenizer_config(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer.json that makes reading or writing any text take forever, or texts grow without end.
+    """Refuse a tokenizer.json that makes encoding or decoding hang, or makes texts explode in size.
 
-    By its size, its form, and what its steps can make of a character. Its patterns, if they are not those of published
-    models, are compiled in a worker here; on texts they are tried when these are there.
+    Checks size, structure, and growth per character. Unless patterns match published models, they are compiled in a
+    worker here. Trials on texts follow once texts are available.
 
     Raises:
-        UsageError: with the file and the key.
+        UsageError: refused, with path and key.
     """
     place = folder / "tokenizer.json"
     if kind_of_file(place) == "file":
@@ -212,7 +213,7 @@ def _check_tokenizer(place: Path, changed: int, num_bytes: int) -> None:
         raise UsageError(f"{where}{num_bytes:,} bytes; a tokenizer has at most {MAX_FILE_BYTES:,}")
     try:
         content = json.loads(place.read_bytes())
-    except (ValueError, RecursionError, OSError):  # transformers says what is wrong with it
+    except (ValueError, RecursionError, OSError):  # transformers reports the error
         return
     if not isinstance(content, dict):
         return
@@ -243,7 +244,7 @@ def _check_tokenizer(place: Path, changed: int, num_bytes: int) -> None:
 
 
 def _check_model(content: Mapping[str, object], decoder_growth: float, where: str) -> None:
-    """Refuse sizes of a tokenizer's model with which a short text takes long or becomes long."""
+    """Refuse tokenizer model settings that make short texts slow or long."""
     model = fields_of(content.get("model"))
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if isinstance(affix := model.get(key), str) and len(affix) > MAX_AFFIX_CHARS:
@@ -269,7 +270,7 @@ def _tokens_in(content: Mapping[str, object]) -> Iterator[str]:
         entries = list(vocabulary)
     for entry in entries:
         token = entry
-        if isinstance(entry, list) and entry:  # a pair with its score
+        if isinstance(entry, list) and entry:  # (token, score) pair
             token = entry[0]
         if isinstance(token, str):
             yield token
@@ -279,7 +280,7 @@ def _tokens_in(content: Mapping[str, object]) -> Iterator[str]:
 
 
 def _count_pieces(part: object) -> int:
-    """Return at most how many tokens a post-processor adds: pieces, each with as many ids as its token has."""
+    """Bound how many tokens a post-processor adds: pieces times ids per special token."""
     if not isinstance(part, dict):
         return 0
     if isinstance(steps := part.get("processors"), list):
@@ -293,15 +294,15 @@ def _count_pieces(part: object) -> int:
     return pieces * max(ids, default=1)
 
 
-# What a step of its kind makes of a text each time: a byte is written as a letter of up to two bytes, and spaces are
-# put around a sign. The forms of Unicode lengthen a text once, at most by 18.
+# Growth per step type: ByteLevel writes bytes as letters up to two bytes long, BertNormalizer surrounds characters with
+# spaces. Unicode normalization happens once, growing texts at most 18-fold.
 _GROWTH_OF_KIND = {"ByteLevel": 2.0, "BertNormalizer": 3.0}
 _STEPS_OF = ("normalizers", "pretokenizers", "decoders")
-_USUAL_INSERT = 32  # characters that a table makes of one, and of a text that is put in front of others
+_USUAL_INSERT = 32  # characters a table may write for a single input, or a prepended string may have
 
 
 def _growth(part: object) -> float:
-    """Return the factor by which a normalizer, pre-tokenizer or decoder may lengthen a text."""
+    """Bound how much a normalizer, pre-tokenizer or decoder can lengthen texts."""
     if not isinstance(part, dict):
         return 1.0
     growth = _GROWTH_OF_KIND.get(str(part.get("type")), 1.0)
@@ -340,7 +341,7 @@ def _tables_in(part: object) -> Iterator[str]:
 
 
 def _is_table(table: str) -> bool:
-    """Return True for a table whose trie ends within it; the library ends the process at any other."""
+    """Check if a table's trie fits inside its data; otherwise the library aborts."""
     try:
         data = b64decode(table)
     except ValueError:
@@ -349,7 +350,7 @@ def _is_table(table: str) -> bool:
 
 
 def _longest_in_table(table: object) -> int:
-    """Return the bytes of the longest text that SentencePiece's table of normal forms writes for one."""
+    """Find the longest replacement in SentencePiece's normalization table, in bytes."""
     if not isinstance(table, str):
         return 0
     try:
@@ -361,9 +362,9 @@ def _longest_in_table(table: object) -> int:
 
 
 def _ends(what: Mapping[str, object]) -> bool:
-    """Return True if a process of its own rendered the template to an end within the limits, and did not give up.
+    """Check if a subprocess finishes rendering within its limits.
 
-    One that failed for another reason counts as ended.
+    Other failures count as finished.
     """
     program = _TEMPLATE_TRIAL
     for name, value in {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS}.items():

@@ -1,13 +1,13 @@
-"""Weights in 8 or 4 bits through bitsandbytes, stored in its layout, multiplied as what they stand for.
+"""8-bit and 4-bit weights in bitsandbytes' storage layout, multiplied as dequantized values.
 
-8 bits: LLM.int8()'s rows (Dettmers et al. 2022), ``W[i, j] = s[i] q[i, j] / 127`` with s the largest magnitude of
-the row. 4 bits: NF4 with double quantization (Dettmers et al. 2023, QLoRA), ``W = a · code[q]`` with one of 16 values
-for each weight and one a, itself in 8 bits, for each 64 of them. Linear layers are quantized (GPT-2's transposed ones,
-too); embeddings, norms, biases and the LM head keep their type.
+8 bits: LLM.int8() rows (Dettmers et al. 2022), ``W[i, j] = s[i] q[i, j] / 127``, where s is the row's largest
+magnitude. 4 bits: NF4 using double quantization (Dettmers et al. 2023, QLoRA), ``W = a · code[q]``, choosing among 16
+values per weight, plus an 8-bit scale a per 64 weights. Linear layers are quantized, including GPT-2's transposed
+layers. Embeddings, norms, biases and LM heads keep their dtype.
 
-Departure: every product is ``x W^T`` with W dequantized to the type of x. The library's own 8-bit layer rounds x as
-well, and takes columns of x with a number above 6 apart, which depends on all rows of the batch. Its own 4-bit layer
-computes in bf16 on some processors, and changes the weights' layout in place.
+Departure: products are always ``x W^T``, dequantizing W to x's dtype. The library's 8-bit layer also rounds x and
+handles outlier columns (magnitude above 6) separately, which depends on all batch rows. Its 4-bit layer computes in
+bf16 on some processors, modifying weight layouts in place.
 
 The only module that imports bitsandbytes.
 """
@@ -40,16 +40,16 @@ except ImportError as error:
 def load_quantized(
     source: str, bits: Bits | None, device: torch.device, options: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """Return a causal language model whose linear layers are quantized, and transformers' report of what it found.
+    """Load a causal language model with quantized linear layers, plus transformers' loading report.
 
     Args:
-        source: a folder or hub name; with ``bits``, of a model in full precision, which is quantized tensor by tensor
-            as it is read; without, of one that was stored quantized.
-        device: where the weights are quantized and stay.
-        options: of ``from_pretrained``.
+        source: folder or hub name. If ``bits`` is given: a full-precision model, quantized tensor by tensor while
+            loading. Otherwise: an already quantized model.
+        device: holds the quantized weights.
+        options: passed to ``from_pretrained``.
 
     Raises:
-        OSError, ValueError, ...: whatever transformers raises for a source that it cannot load.
+        OSError, ValueError, ...: any transformers loading error.
     """
     how = {} if bits is None else {"quantization_config": quantization_config(bits)}  # a None would say: plain weights
     model, loading_info = AutoModelForCausalLM.from_pretrained(source, device_map={"": device}, **options, **how)
@@ -60,13 +60,13 @@ def load_quantized(
             module.__class__ = NF4Linear
     if bits is not None:
         for parameter in model.parameters():
-            if type(parameter) is nn.Parameter:  # what is not quantized would keep the whole file mapped
+            if type(parameter) is nn.Parameter:  # unquantized tensors would otherwise keep the whole file mapped
                 parameter.data = parameter.data.clone()
     return model, loading_info
 
 
 def quantization_config(bits: Bits) -> BitsAndBytesConfig:
-    """Return the configuration that transformers keeps in ``config.json`` of a quantized model."""
+    """Build the quantization section transformers keeps in ``config.json``."""
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -107,7 +107,7 @@ class Int8Linear(bitsandbytes.nn.Linear8bitLt):
     weight: Any
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights that it stands for, ``[out, in]``."""
+        """Dequantize to ``[out, in]``."""
         return bitsandbytes.functional.int8_vectorwise_dequant(self.weight.data, self.weight.SCB).to(dtype)
 
     forward = _multiply_dequantized
@@ -119,9 +119,8 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
     weight: Any
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights that it stands for, ``[out, in]``."""
-        # As rows of one block each: of rows that end within a block, the library's routine for CPUs (0.50) takes the
-        # scales from the wrong places.
+        """Dequantize to ``[out, in]``."""
+        # Reshaped to single-block rows: bitsandbytes 0.50 reads wrong scales on CPUs if rows end inside a block.
         state = copy.copy(self.weight.quant_state)
         packed, shape = self.weight.data.view(torch.uint8).flatten(), state.shape
         blocks = state.absmax.numel()
@@ -134,7 +133,7 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
 
 @torch.no_grad()
 def dequantize(model: Model) -> Any:
-    """The model with plain layers again, in place: the weights are what the quantized ones stood for."""
+    """Replace quantized layers by plain ones in place, using dequantized weights."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Int8Linear | NF4Linear):
             dtype = model.get_input_embeddings().weight.dtype
@@ -147,7 +146,7 @@ def dequantize(model: Model) -> Any:
 def _plain_layer(layer: Any, weight: Tensor) -> nn.Module:
     plain: Any
     with torch.device("meta"):
-        if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2 keeps its weights transposed
+        if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2 stores transposed weights
             plain, weight = Conv1D(layer.out_features, layer.in_features), weight.t().contiguous()
         else:
             plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -173,7 +172,7 @@ def adamw_in_8_bits(groups: list[dict[str, object]], *, paged: bool, **settings:
 
 
 def add_code_tables(optimizer: torch.optim.Optimizer, states: Iterable[dict[str, Any]]) -> None:
-    """Give the restored states of an 8-bit optimizer the tables that their codes stand for; they are constants."""
+    """Give restored 8-bit optimizer states their constant code tables."""
     optimizer.fill_qmap()  # type: ignore[attr-defined]
     tables = optimizer.name2qmap  # type: ignore[attr-defined]
     for state in states:

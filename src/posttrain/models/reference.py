@@ -1,4 +1,4 @@
-"""The reference: the model when training began, without a second copy where possible; or one that moves with it."""
+"""Reference models: the initial policy, sharing weights where possible, or a moving average."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ class Reference:
             own.mul_(1.0 - mixing).add_(live[name], alpha=mixing)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its weights by name, for a checkpoint."""
+        """Collect weights by parameter name, for checkpoints."""
         assert self._frozen is not None, "a reference that moves has weights of its own"
         return {name: own.detach() for name, own in self._frozen.model.named_parameters()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what ``tensors`` gave.
+        """Restore tensors saved by ``tensors``.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: saved from another model.
         """
         copy_tensors(tensors, self.tensors(), Path("reference.safetensors"))
 
     @torch.no_grad()
     def fingerprint(self) -> str:
-        """A hash of the sums of its weights, an adapter's included."""
+        """Hash weight sums, including adapters."""
         with self.open() as reference:
             sums = [float(with_float64(whole(p)).sum(dtype=torch.float64)) for p in reference.model.parameters()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()

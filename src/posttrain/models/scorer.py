@@ -1,7 +1,7 @@
-"""A reward model in the layout of transformers' sequence classification, so that other programs load it.
+"""Reward models in transformers' sequence-classification layout, loadable by other programs.
 
-There a model has a linear layer ``score`` without bias; its score of a text is read at the last token that is no
-padding, which here is the end token of the answer.
+This layout has a bias-free linear layer ``score``, evaluated at the last non-padding token: here, the answer's end
+token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LABEL = "reward"
 
 
 def classifier_class(model: Model) -> str | None:
-    """The name of transformers' sequence classifier of this architecture, or None where there is none."""
+    """Find transformers' sequence classifier for this architecture; None if unsupported."""
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
     return None if known is None else str(known.__name__)
 
@@ -31,17 +31,17 @@ def classifier_class(model: Model) -> str | None:
 def save_scorer(
     path: Path, model: Model, weight: Tensor, end_id: int, weights: Mapping[str, Tensor] | None = None
 ) -> bool:
-    """Save a plain transformers model with a score head; False (and nothing saved) where the layout does not fit.
+    """Save a plain transformers model with its score head; returns False, saving nothing, if the layout cannot fit.
 
-    The folder also loads as the language model that it was trained from: an LM head of its own stays in the file.
+    The folder also still loads as a language model: separate LM heads stay in the file.
 
     Args:
-        path: the folder.
-        model: a causal language model.
-        weight: ``float32 [1, d]`` of the head; one with more outputs does not fit.
-        end_id: the token at which scores are read. If padding is the same token, the configuration names no padding,
-            with which transformers would read the score one token early.
-        weights: of the model, what is written here in one file; by default all.
+        path: output folder.
+        model: causal language model.
+        weight: head weights, ``float32 [1, d]``. Multiple outputs do not fit.
+        end_id: token whose state is scored. If it equals the padding token, padding is removed from the configuration;
+            transformers would otherwise read scores one token early.
+        weights: model tensors to write here in a single file; defaults to all.
     """
     name = classifier_class(model)
     if name is None or weight.shape[0] != 1:
@@ -57,9 +57,9 @@ def save_scorer(
 
 
 def save_adapter_scorer(path: Path, model: Model, weight: Tensor) -> bool:
-    """Make of a saved peft adapter what peft writes of a sequence classifier: its task, and the head among its tensors.
+    """Convert a saved peft adapter to peft's sequence-classifier form: task type, plus head tensors.
 
-    False (and nothing changed) where the layout does not fit.
+    Returns False, changing nothing, if the layout cannot fit.
     """
     if classifier_class(model.get_base_model()) is None or weight.shape[0] != 1:
         return False

@@ -21,21 +21,22 @@ from posttrain.untrusted import TRUST_REMOTE_CODE, fields_of, kind_of_file
 EMBEDDED: dict[str, Path] = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
 TINY = EMBEDDED["tiny"]
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
-SCORE = "score.weight"  # among the weights of a reward model, its head
+MAX_ALPHA = 1e6  # adapter updates are scaled by alpha / rank
+SCORE = "score.weight"  # head tensor in reward models
 HUB_SECONDS = 2.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def resolve_model_name(name: str) -> str:
-    """Return the folder or hub name that ``name`` stands for.
+    """Resolve ``name`` to a folder or hub name.
 
-    ``tiny`` and ``tiny-sft`` are embedded; a published name is fetched on first use; a GGUF file is dequantized once. A
-    run directory is its best checkpoint, else its newest. A checkpoint is compared with its manifest.
+    ``tiny`` and ``tiny-sft`` are embedded. Published names are fetched on first use; GGUF files are dequantized once.
+    Run directories resolve to their best checkpoint, else to their newest. Checkpoints are verified against their
+    manifest.
 
     Raises:
-        UsageError: a run without a checkpoint, or a path that does not exist.
-        DataError: a checkpoint with a damaged file.
+        UsageError: a run without checkpoints, or a missing path.
+        DataError: damaged checkpoint files.
     """
     if name in EMBEDDED:
         return str(EMBEDDED[name])
@@ -82,23 +83,23 @@ def resolve_model_name(name: str) -> str:
 
 
 def looks_local(name: str) -> bool:
-    """Return True if a name can only be that of a folder, not of the hub."""
+    """Check if a name must be a folder rather than a hub name."""
     return name.startswith((".", "/", "~", "runs/")) or _HUB_NAME.fullmatch(name) is None
 
 
 def is_missing(name: str) -> bool:
-    """Return True if a name can only be that of a folder, and there is none."""
+    """Check if a name must be a folder but is missing."""
     try:
         return looks_local(name) and kind_of_file(Path(name).expanduser()) == "nothing"
-    except RuntimeError:  # the home of a user that there is not
+    except RuntimeError:  # nonexistent user home
         return True
 
 
 def refuse_out_of_reach(name: str) -> None:
-    """Refuse a name of the hub that is not in its cache while the hub does not answer; libraries would try for minutes.
+    """Refuse uncached hub names while the hub is unreachable; libraries would retry for minutes.
 
     Raises:
-        UsageError: with the reason.
+        UsageError: states the reason.
     """
     from huggingface_hub import constants
 
@@ -116,7 +117,7 @@ def refuse_out_of_reach(name: str) -> None:
 @cache
 def _answers(endpoint: str) -> bool:
     try:
-        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # through a proxy where there is one
+        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # via proxy if configured
     except OSError as error:
         return isinstance(error, HTTPError)  # it refuses, and answers
     return True
@@ -135,7 +136,7 @@ def _checkpoint_of(run: Path) -> Path:
 
 
 def adapter_base(source: str) -> str | None:
-    """Return the base of an adapter folder, as a folder or hub name; None for a model."""
+    """Find an adapter folder's base (folder or hub name); None for full models."""
     if not is_adapter(source):
         return None
     check_files(source)
@@ -143,12 +144,12 @@ def adapter_base(source: str) -> str | None:
 
 
 def check_files(source: str) -> None:
-    """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
+    """Refuse folders that could run code during loading: pickles, or adapters naming modules.
 
-    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA have loaders of their own.
+    peft imports modules listed in ``megatron_core``; adapter types other than LoRA use separate loaders.
 
     Raises:
-        UsageError: such a folder, or adapters that are their own base.
+        UsageError: unsafe folder, or circular adapter bases.
     """
     seen: list[str] = []
     while is_adapter(source):
@@ -186,18 +187,18 @@ def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
 
 
 def is_adapter(source: str) -> bool:
-    """Return True if a folder holds an adapter."""
+    """Check for adapter files."""
     return kind_of_file(Path(source) / ADAPTER_CONFIG) == "file"
 
 
 def base_of(adapter: str) -> str:
-    """Return the base that an adapter folder names.
+    """Find the base named by an adapter folder.
 
-    The embedded model is found where another installation of this package wrote its path. A relative path is read from
-    here, else from the folders above the adapter.
+    Paths written by other installations of this package resolve to the embedded model. Relative paths are tried
+    against the working directory, then against each parent of the adapter.
 
     Raises:
-        UsageError: it names none, or one that is not there.
+        UsageError: base unnamed or missing.
     """
     place = Path(adapter) / ADAPTER_CONFIG
     base = read_object(place).get("base_model_name_or_path")
@@ -220,7 +221,7 @@ def base_of(adapter: str) -> str:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Return the first three names, sorted, and the number of others."""
+    """List three names in sorted order, then count the rest."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:3])
     if len(ordered) > 3:
@@ -229,13 +230,13 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def _configuration_class(message: str) -> str:
-    """Return the name of the class in transformers' message on a configuration that it does not take."""
+    """Extract the class name from transformers' unsupported-configuration error."""
     named = re.search(r"<class '[\w.]*?(\w+)'>", message)
     return "unknown" if named is None else named[1]
 
 
 def explain_loading(name: str, source: str, error: BaseException) -> str:
-    """Return the message for an error of transformers or peft with the model ``name``, which is ``source``."""
+    """Explain a transformers or peft error for model ``name``, resolved to ``source``."""
     first = first_line(error)
     if "trust_remote_code" in str(error):
         return (

@@ -1,6 +1,6 @@
-"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2).
+"""Small byte-level BPE tokenizer (Sennrich et al. 2016; GPT-2's byte alphabet).
 
-Every digit is a token of its own, with which arithmetic is learnt many times faster.
+Digits are always separate tokens, so models learn arithmetic many times faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
     "</reasoning>",
 )
 
-# One digit; an operator with its spaces; a word with the space before it; other signs; white space.
+# Alternatives: single digits; operators plus spaces; words plus leading space; other symbols; whitespace.
 _WORDS = Regex(r"\p{N}| ?[-+*/=] (?=\p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+")
 
 

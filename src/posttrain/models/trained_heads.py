@@ -1,4 +1,4 @@
-"""Heads and critics next to a model: built for an objective, stored and restored."""
+"""Auxiliary heads and critics: construction, saving, restoring."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Fill = Callable[[Tensor, Tensor], object]
 def forward_with_head(
     entry: Entry, options: Mapping[str, object], section: HeadSection | None, policy: Forward, seed: int
 ) -> tuple[Forward | ActorCritic, dict[str, Module]]:
-    """The trainer's forward pass, with the head that the objective reads, and what is trained next to the model.
+    """Build the trainer's forward pass including any head or critic required by the objective.
 
-    ``entry``: the objective, with its ``options``. ``section``: of the head, where the objective reads one.
+    ``entry``: registered objective, configured by ``options``. ``section``: head settings, if required.
     """
     kind = entry.traits.get("head")
     if kind is None:
@@ -37,18 +37,18 @@ def forward_with_head(
     assert section is not None, "resolved"
     outputs = 1
     option = entry.traits.get("head_outputs")
-    if option is not None and int(str(options[option])) > 2:  # two classes are one number
+    if option is not None and int(str(options[option])) > 2:  # two classes need only a single logit
         outputs = int(str(options[option]))
     head = ScalarHead(hidden_size(model), outputs=outputs, init_std=section.init_std, seed=seed)
     like = next(model.parameters())
     head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
-        reads: Reads = "last" if entry.traits["level"] == "pair" else "at"  # one number orders two answers
+        reads: Reads = "last" if entry.traits["level"] == "pair" else "at"  # pairwise ranking needs only a single logit
         return policy.alike(model, head, reads, scores_only=True), {"head": head}
     if section.trunk == "shared":
         return policy.alike(model, head), {"head": head}
     frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
-    trunk = copy.deepcopy(model, frozen)  # weights that nothing trains are shared
+    trunk = copy.deepcopy(model, frozen)  # frozen weights are shared
     base = causal_lm(trunk)
     if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
         base.get_output_embeddings().requires_grad_(False)  # an LM head computes no values
@@ -56,17 +56,17 @@ def forward_with_head(
 
 
 def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
-    """The trained parameters of heads and critics as ``<module>.<parameter>``, tied ones under their first name."""
+    """Collect trained head and critic parameters as ``<module>.<parameter>``; tied ones appear once."""
     named = [(f"{outer}.{name}", p) for outer, module in modules.items() for name, p in module.named_parameters()]
     first_names = {id(p): name for name, p in reversed(named)}
     return {name: p.detach() for name, p in named if p.requires_grad and first_names[id(p)] == name}
 
 
 def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], fill: Fill = Tensor.copy_) -> None:
-    """Copy a checkpoint's ``heads`` into live modules, bit for bit, in place, each tensor by ``fill``.
+    """Copy checkpointed ``heads`` into live modules bit for bit, in place, using ``fill`` per tensor.
 
     Raises:
-        CheckpointError: they are not those of ``head_tensors(modules)``; nothing was copied.
+        CheckpointError: mismatch with ``head_tensors(modules)``; nothing was copied.
     """
     copy_tensors(tensors, head_tensors(modules), Path("heads.safetensors"), fill)
 
@@ -75,7 +75,7 @@ def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], 
 def copy_tensors(
     stored: Mapping[str, Tensor], live: Mapping[str, Tensor], place: Path, fill: Fill = Tensor.copy_
 ) -> None:
-    """Copy stored tensors into live ones of the same names; a name or shape that does not fit is refused."""
+    """Copy stored tensors into live tensors by name, refusing unknown names and mismatched shapes."""
     filled = {place_in_memory(live[name]) for name in stored if name in live}
     missing = [name for name in live if name not in stored and place_in_memory(live[name]) not in filled]
     wrong = [f"{name} is not in the checkpoint" for name in missing]
@@ -98,6 +98,6 @@ def copy_tensors(
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
-    """Return the start in memory of a tensor, or of this process's part: tied weights have one."""
+    """Find a tensor's memory address, or its local shard's: tied weights share it."""
     own = own_part(tensor)
     return own.untyped_storage().data_ptr(), int(own.storage_offset())

@@ -187,9 +187,12 @@ SAID = {
     "the environment's keys next to its name: environment: {name: number_guess, high: 50}": (
         "env.args env_config env.address extra_env_kwargs"
     ),
+    "an entry {name: mcp} of tools, with the command that starts the server, or its url": (
+        "mcp_client_config_path mcp_servers mcpservers mcp_config mcp_server mcp_tools mcp_path mcp_url"
+    ),
     "tools, a list of module:function, or environment, whose methods are tools": (
         "tools tool_config multi_turn tool_config_path function_tool_path tool_call_names agent_func_path "
-        "default_agent_loop tool_use tool_calling mcp_client_config_path multi_turn.format"
+        "default_agent_loop tool_use tool_calling multi_turn.format"
     ),
     "rewards, a list of names, or of functions as module:function": (
         "reward_funcs reward_function reward_fn custom_reward_function reward_funcs_path reward_manager "

@@ -63,6 +63,7 @@ KEYS = {
         "val_dataset_sample max_validation_batches_x max_val_samples"
     ),
     "eval.num_kl_prompts": "drift_prompts",
+    "eval.prompts": "sample_prompts validation_prompts test_prompts fixed_prompts prompt_panel generation_prompts",
     "eval.samples": (
         "val_kwargs.n num_generations_eval eval.rollouts_per_example eval_pass_at_k eval.n_samples_per_prompt "
         "n_samples_per_eval_prompt eval_n_samples_per_prompt"

@@ -71,7 +71,7 @@ NOT_NEEDED = {
     "eval.every above 0 evaluates before the first step, too": (
         "val_before_train eval_on_start eval_on_step_0 eval_base_model val_at_start"
     ),
-    "every completion is recorded in the run": (
+    "every completion is recorded in the run; eval.prompts are answered at every evaluation": (
         "log_completions log_val_generations num_completions_to_print rollout_data_dir log_completions_steps "
         "save_traces rollouts_save_path log_extras validation_data_dir log_samples log_unique_prompts trace "
         "eval.save log_extras.samples save_debug_rollout_data num_val_samples_to_print"

@@ -151,8 +151,11 @@ TERMS = {
     "rollout.mask_truncated: true, or the reward overlong": "overlong truncated_completions overlong_reward_shaping",
     "rewards: [{name: overlong, limit: 512, cache: 128}]": "length_penalty length_bias length_control token_penalty",
     "rewards: [xml_format], [boxed_format] or [xml_soft]": "format_reward format_rewards formatting_reward",
+    "an entry {name: mcp} of tools, with the command that starts the server, or its url": (
+        "mcp model_context_protocol fastmcp"
+    ),
     "environment (its methods are tools) or tools; contrib/ has adapters": (
-        "agent agents agentic multi_turn_rl multiturn_rl function_calling tool_calls_training mcp verifiers_env "
+        "agent agents agentic multi_turn_rl multiturn_rl function_calling tool_calls_training verifiers_env "
         "gym gymnasium_env agentic_rl multi_turn_training openenv_env"
     ),
     "the grader code_tests and the environment python run code in a sandbox (sandbox: bubblewrap)": (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.acting import sections as conditions
 from posttrain.option_types import Few, Seed, StopTexts, Tokens
+from posttrain.recipes.panel_prompts import check_panel
 from posttrain.recipes.sections import Component, ComponentList, Every, Section
 
 
@@ -30,6 +31,8 @@ class EvalSection(Section):
         repetition_penalty: divide positive logits, and multiply negative logits, for tokens already in the prompt or
             answer.
         stop: strings that end an answer.
+        prompts: fixed prompts, answered at every evaluation with its sampling settings and not graded: a list, or a
+            file (``.txt``: one per line, ``.json``, ``.jsonl``). The report shows the answers by step.
         num_kl_prompts: number of prompts answered at the training temperature to measure entropy and KL from the
             initial model. Defaults to 64 if a reward model scores completions, otherwise 0.
         best: metric for ranking runs and selecting ``checkpoints/best``. Defaults to accuracy, or to another available
@@ -54,11 +57,19 @@ class EvalSection(Section):
     min_tokens: Annotated[int, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=0, ge=0)
     repetition_penalty: Annotated[float, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default=1.0, gt=0, le=10)
     stop: Annotated[StopTexts, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
+    prompts: Annotated[list[str] | str, conditions.IF_ANSWERS_ARE_EVALUATED] = Field(default_factory=list)
     num_kl_prompts: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=0)
     best: Annotated[str | None, conditions.IF_EVALUATED] = None
     patience: Annotated[int | None, conditions.IF_EVALUATED] = Field(default=None, ge=1)
     loss: Annotated[bool | None, conditions.IF_EVALUATED] = None
     engine: Annotated[Component | None, conditions.IF_EVALUATED] = None
+
+    @field_validator("prompts")
+    @classmethod
+    def _check_prompts(cls, value: list[str] | str) -> list[str] | str:
+        if isinstance(value, list):
+            check_panel(value)
+        return value
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
@@ -69,6 +80,8 @@ class EvalSection(Section):
                 raise ValueError(
                     f"greedy decoding always gives the same answer; set 'temperature' above 0 to use {key!r}"
                 )
+        if self.prompts and self.every == 0:
+            raise ValueError("'prompts' needs evaluations; set 'every' to a number of steps")
         if self.patience is not None and self.every == 0:
             raise ValueError("'patience' needs evaluations; set 'every' to a number of steps")
         if self.items == "first" and self.items_seed:

@@ -21,12 +21,15 @@ class Older:
 
     Args:
         sections: sections present in every stored recipe. Handwritten recipes have fewer, and use current defaults.
+        marker: key of the document that every current version stores. Recipes with it are up to date. Required because
+            stored recipes omit keys that are None by default, so a missing ``added`` key alone does not show an age.
         added: new keys, with values that reproduce earlier behavior.
         removed: deleted keys, with values that match current behavior.
         renamed: earlier key name to new key name (last part only).
     """
 
     sections: frozenset[str] = frozenset()
+    marker: str = ""
     added: Mapping[str, object] = field(default_factory=dict)
     removed: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -36,7 +39,8 @@ class Older:
 
         If a removed key has a different value, it stays and validation rejects it by name.
         """
-        if "extends" in content or not content.keys() >= self.sections:
+        is_current = bool(self.marker) and self.marker in content
+        if is_current or "extends" in content or not content.keys() >= self.sections:
             return dict(content)
         changed: dict[str, Any] = self._change(content, "")
         return changed
@@ -68,5 +72,7 @@ class Older:
 
 # Before 0.2.0, router auxiliary losses requested by model configs were not trained.
 OLDER_RECIPES = Older(
-    sections=frozenset({"model", "prompt", "optimizer", "train", "eval"}), added={"train.router_aux_loss_coef": 0.0}
+    sections=frozenset({"model", "prompt", "optimizer", "train", "eval"}),
+    marker="masks",
+    added={"train.router_aux_loss_coef": 0.0},
 )

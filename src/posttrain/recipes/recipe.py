@@ -18,6 +18,7 @@ from posttrain.recipes.document import Content, Document, Rule, complete_compone
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.older import OLDER_RECIPES
 from posttrain.recipes.other_models import HeadSection, TeacherSection
+from posttrain.recipes.panel_prompts import read_panel
 from posttrain.recipes.reference_sections import KLInRewardSection, ReferenceSection, RegularizeSection
 from posttrain.recipes.sections import (
     MIXTURE,
@@ -35,7 +36,8 @@ from posttrain.recipes.sections import (
     as_list,
     read_parts,
 )
-from posttrain.untrusted import declare_code, is_declared, without_remote_code
+from posttrain.recipes.tool_servers import is_function, plain_tools, read_server
+from posttrain.untrusted import declare_code, is_declared, prepare_command, without_remote_code
 
 # Component kinds by dotted key (single components and lists).
 COMPONENT_KINDS = {
@@ -81,7 +83,7 @@ class Recipe(Content):
         prompt: conversion from examples to prompts.
         rewards: reward functions, optimized as a weighted sum. Defaults to ``correct``.
         environment: environment for multi-turn completions.
-        tools: functions callable from completions, as ``module:function``.
+        tools: functions callable from completions, as ``module:function``, and tool servers (``name: mcp``).
         rollout: sampling settings.
         data: supervised data settings.
         advantage: advantage estimator. Defaults to whatever the objective needs.
@@ -109,7 +111,7 @@ class Recipe(Content):
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardComponent], BeforeValidator(as_list)] = Field(default_factory=list)
     environment: Component | None = None
-    tools: list[str] | None = None
+    tools: ComponentList | None = None
     rollout: RolloutSection | None = None
     data: DataSection | None = None
     advantage: Component | None = None
@@ -147,6 +149,9 @@ class Recipe(Content):
             for key in ("advantage", "kl_in_reward", "correction", "masks"):
                 alone = f": {key!r} works only with 'rollout', not in supervised recipes; remove it"
                 yield getattr(self, key) not in (None, []), key, alone
+        one_turn = ": they are answered in one turn; leave them out of a recipe with tools or an environment"
+        is_played = self.environment is not None or bool(self.tools)
+        yield bool(self.eval.prompts) and is_played, "eval.prompts", one_turn
         whole = ": fp64 weights need fp32 precision here; set it to fp32, or use model.dtype fp32"
         yield self.model.dtype == "fp64" and self.train.precision != "fp32", "train.precision", whole
         if self.reference is not None:
@@ -228,11 +233,12 @@ class Recipe(Content):
                 return component
 
         resolved = self.model_copy(deep=True)
+        if not to_read and isinstance(resolved.eval.prompts, str):  # a run keeps them, whatever becomes of the file
+            resolved.eval.prompts = read_panel(resolved.eval.prompts)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
         for index, tool in enumerate(resolved.tools or ()):
-            if not to_read and ":" in tool:  # tools without a module are rejected later, in the code that builds tools
-                registry.import_component("tool", tool, f"tools.{index}")
+            _check_tool(tool, f"tools.{index}", to_read=to_read)
         for path, kind in COMPONENT_KINDS.items():
             above, _, key = path.rpartition(".")
             section = resolved
@@ -293,6 +299,13 @@ class Recipe(Content):
             if traits.get("head") == "value":
                 self.advantage = Component(name="gae")
 
+    def dump(self) -> dict[str, Any]:
+        """Return plain data (``Content.dump``); a tool without options is its name."""
+        plain = super().dump()
+        if self.tools is not None:
+            plain["tools"] = plain_tools(self.tools)
+        return plain
+
     def with_seed(self, seed: int) -> Recipe:
         """Create a recipe copy with a different ``train.seed``."""
         return self.model_copy(update={"train": self.train.model_copy(update={"seed": seed})})
@@ -307,6 +320,17 @@ class Recipe(Content):
         if traits is None:
             return self.head is not None and self.data is not None
         return traits.get("head") == "score"
+
+
+def _check_tool(tool: Component, where: str, *, to_read: bool) -> None:
+    """Refuse a tool that cannot be one, and unless it is only to be read, code that nobody allowed."""
+    if is_function(tool, where):
+        if not to_read:
+            registry.import_component("tool", tool.name, where)
+        return
+    server = read_server(tool, where)
+    if server.command is not None and not to_read:
+        prepare_command(server.command, f"{where}.command")
 
 
 def stored_recipe(stored: Mapping[str, object], place: str) -> Recipe:

@@ -91,7 +91,10 @@ class Chapter:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Page contents. ``commands``: (purpose, command). ``primary``: primary metric of all stages."""
+    """Page contents. ``commands``: (purpose, command). ``primary``: primary metric of all stages.
+
+    ``fixed_prompts``: those of ``eval.prompts``, with an answer by step.
+    """
 
     title: str
     lead: str
@@ -103,6 +106,7 @@ class RunReport:
     environment: Mapping[str, object] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
     primary: Metric = ACCURACY
+    fixed_prompts: Sequence[Transcript] = ()
 
 
 def render_report(report: RunReport) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.activity import phase
 from posttrain.data.render.template import build_template
+from posttrain.recipes.panel_prompts import MAX_PROMPTS, PANEL
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Component
 from posttrain.reports.charts import draw_png
@@ -38,6 +39,7 @@ from posttrain.terminal.training_progress import show_duration
 from posttrain.untrusted import allow_code_options, fitting
 
 NUM_TRANSCRIPTS = 6
+NUM_PANEL_STEPS = 6  # answers to each fixed prompt: columns
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
 
 
@@ -68,6 +70,7 @@ def write_summary(folder: str | Path) -> Path:
         stages=_stages(points, primary),
         stages_note=note_on(points, primary),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "Recorded metrics by step.")],
+        fixed_prompts=_panel(run.folder, recipe, points),
         transcripts=_before_and_after(run.folder, recipe.prompt.template, points, primary),
         transcripts_note=f"The same {primary.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
@@ -245,6 +248,39 @@ def _label(step: int) -> str:
     if step == 0:
         return "before training"
     return f"after {step} steps"
+
+
+def _panel(folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint]) -> list[Transcript]:
+    """The fixed prompts (``eval.prompts``) with their answers at evaluations that are spread over the run."""
+    if not recipe.eval.prompts:
+        return []
+    steps = spread_steps({point.step for point in points})
+    store = RolloutStore(folder / "rollouts.db", read_only=True)
+    extract = build_template(recipe.prompt.template).extract
+    by_prompt: dict[str, list[RecordedRollout]] = {}
+    texts = []
+    for step in steps:
+        for row in store.evaluations(PANEL, step, limit=MAX_PROMPTS):
+            by_prompt.setdefault(row.example_id, []).append(row)
+            texts += [row.transcript, row.prompt]
+    fit = fitting(texts)
+    transcripts = []
+    for rows in by_prompt.values():
+        answers = []
+        for row in rows:
+            answer = answer_of(_label(row.step), row, extract)
+            answers.append(replace(answer, text=fit(answer.text)))
+        transcripts.append(Transcript(fit(rows[0].prompt), None, answers))
+    return transcripts
+
+
+def spread_steps(steps: Collection[int]) -> list[int]:
+    """Return the first step, the last, and others evenly between: at most ``NUM_PANEL_STEPS``, in order."""
+    ordered = sorted(steps)
+    last = len(ordered) - 1
+    if last < NUM_PANEL_STEPS:
+        return ordered
+    return [ordered[round(place * last / (NUM_PANEL_STEPS - 1))] for place in range(NUM_PANEL_STEPS)]
 
 
 def _before_and_after(

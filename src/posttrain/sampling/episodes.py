@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from posttrain.data.render import Template, decode_response, encode_prompt
 from posttrain.data.render.assistant import ReplyFrame, reply_frame
 from posttrain.data.render.calls import CallForm
+from posttrain.data.render.chat_template import mark
+from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.template_calls import call_form
 from posttrain.errors import UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
 from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import TURN_DEFAULTS
 from posttrain.registry import suggest
 from posttrain.sampling.base import Engine, Episode, Reply, Sampling
 from posttrain.sampling.environments.calls import Request, read_calls
@@ -46,6 +50,10 @@ class Stage:
     retries: int
     max_turn_tokens: int | None = None
 
+    def close(self) -> None:
+        """End the servers of its tools."""
+        self.toolset.close()
+
 
 def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokenizerBase) -> Stage | None:
     """Build a stage from a resolved recipe; None for single-turn recipes.
@@ -58,21 +66,31 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
         return None
     toolset = build_toolset(recipe.environment, recipe.tools or ())
     form = call_form(tokenizer, template)
-    if options.show_tools:
-        template = show_tools(template, [tool.schema for tool in toolset.tools.values()], form)
+    limits: dict[str, Any] = {}
+    for key, default in TURN_DEFAULTS.items():
+        limits[key] = getattr(options, key)
+        if limits[key] is None:  # in a stored recipe that was changed since
+            limits[key] = default
+    if limits["show_tools"]:
+        schemas = [tool.schema for tool in toolset.tools.values()]
+        marker = find_marker(schemas, form, tokenizer)
+        if marker:
+            toolset.close()
+            raise UsageError(
+                f"tools: what they say of themselves holds {marker!r}, which is more than text to the model; write it "
+                "in another way, or leave that tool out"
+            )
+        template = show_tools(template, schemas, form)
     sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
     refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
-    assert options.max_turns is not None, "resolved"
-    assert options.tool_seconds is not None, "resolved"
-    assert options.retries is not None, "resolved"
     return Stage(
         toolset,
         template,
         form,
         reply_frame(tokenizer, template),
-        max_turns=options.max_turns,
-        tool_seconds=options.tool_seconds,
-        retries=options.retries,
+        max_turns=limits["max_turns"],
+        tool_seconds=limits["tool_seconds"],
+        retries=limits["retries"],
         max_turn_tokens=options.max_turn_tokens,
     )
 
@@ -102,6 +120,20 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, object]], form
         return template.prompt(instructed, tokenizer)
 
     return replace(template, prompt=described_first)
+
+
+def find_marker(
+    schemas: Sequence[Mapping[str, object]], form: CallForm, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """Return what is more than text in tools that a chat template writes: what a template writes is trusted."""
+    if not form.is_native:
+        return None
+    written = json.dumps(schemas, ensure_ascii=False)
+    for start, end, _ in markers_of(tokenizer).find(written):
+        return written[start:end]
+    if mark(0)[0] in written:
+        return mark(0)[0]
+    return None
 
 
 @dataclass(slots=True)

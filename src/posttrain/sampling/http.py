@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -49,6 +49,13 @@ class Interrupted(Exception):
     """Raised for temporary failures; retrying may help."""
 
 
+def open_client(headers: Mapping[str, str], num_idle: int | None = None) -> httpx2.AsyncClient:
+    """Return a client that asks no proxy and waits for an answer without limit; it keeps ``num_idle`` connections."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=num_idle)
+    timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
+    return httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
+
+
 class HttpServer:
     """HTTP client for ``url``. Call ``ask`` only within ``session``.
 
@@ -86,12 +93,8 @@ class HttpServer:
         """
 
         async def connected() -> Result:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-            timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
             self._places = asyncio.Semaphore(max(1, self.concurrency))
-            async with httpx2.AsyncClient(
-                headers=self._headers, limits=limits, timeout=timeout, trust_env=False
-            ) as self._client:
+            async with open_client(self._headers, self.concurrency) as self._client:
                 return await work()
 
         try:

@@ -88,6 +88,7 @@ class TrainerState:
     evaluator: Evaluator | None = None
     averages: Mapping[str, WeightAverage] = field(default_factory=dict)  # weight averages by use
     warnings: Sequence[str] = ()  # differences between the recipe and built components
+    stage: Stage | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -111,9 +112,11 @@ class TrainerState:
         return [message for teller in (*self.engines, self.source) for message in teller.take_warnings()]
 
     def close(self) -> None:
-        """Close all engines."""
+        """Close all engines and tool servers."""
         for engine in self.engines:
             engine.close()
+        if self.stage is not None:
+            self.stage.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Look up a reward model's head weight and the token id used for scoring; None for other models."""
@@ -258,6 +261,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
         averages=_averages_of(fields.teacher, recipe.train.ema_decay, models.policy, parameters),
         warnings=warnings,
         facts=facts,
+        stage=prompting.stage,
     )
 
 
@@ -297,6 +301,7 @@ def _build_evaluator(
 ) -> Evaluator:
     """Build the held-out evaluator; ``read`` creates sources for supervised tasks."""
     from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
+    from posttrain.training.parts.panel import build_panel
 
     recipe = components.recipe
     held_out: dict[str, HeldOut] = {}
@@ -313,6 +318,7 @@ def _build_evaluator(
         policy=models.policy,
         start=models.start,
         shape=components.shape,
+        panel=build_panel(sampler, recipe.eval.prompts, recipe.train.seed),
     )
 
 

@@ -114,7 +114,7 @@ class Components:
             reads = not has_rollouts and self.shape != "demonstration"
         if has_rollouts and not self.engine.traits.get("takes_weights"):
             return True
-        writes_answers = bool(options.every) and (not reads or bool(options.num_kl_prompts))
+        writes_answers = bool(options.every) and (not reads or bool(options.num_kl_prompts or options.prompts))
         if not writes_answers:
             return False
         engine = self.engine
@@ -242,6 +242,7 @@ def _of_evaluation(w: Components, objective: str) -> Iterator[Rule]:
     yield options.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", no_drift
     mute = ": reward models generate no answers; remove the key"
     yield options.samples > 1 and w.only_scores, "eval.samples", mute
+    yield bool(options.prompts) and w.only_scores, "eval.prompts", mute
     imitates = w.recipe.data is not None and w.shape == "demonstration"
     of_demonstrations = ": held-out loss needs demonstrations in 'data'; remove the key"
     yield options.loss and not imitates, "eval.loss", of_demonstrations

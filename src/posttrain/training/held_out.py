@@ -40,9 +40,10 @@ from posttrain.registry import Entry
 from posttrain.sampling.base import DecodingRules, Engine, Sampling
 from posttrain.sampling.rollout import Sampler
 from posttrain.training.checks import Components
+from posttrain.training.parts.panel import PromptPanel
 from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Batch, Example, with_float64
+from posttrain.types import Batch, Example, Rollout, with_float64
 
 # Objective metrics reported with intervals; the first one present is used.
 ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
@@ -219,7 +220,7 @@ class Evaluator:
 
     options: evaluation settings. train: micro-batch settings and seed. max_tokens: answer limit. held_out: units for
     objective or loss evaluation (``shape`` demonstration), by task label. start: initial model (None if drift is not
-    measured).
+    measured). panel: fixed prompts (None without ``eval.prompts``).
     """
 
     options: EvalSection
@@ -232,6 +233,7 @@ class Evaluator:
     policy: Forward
     start: Reference | None
     shape: Shape = "demonstration"
+    panel: PromptPanel | None = None
 
     def __call__(self, step: int) -> list[Evaluation]:
         """Evaluate each task after ``step`` updates."""
@@ -239,6 +241,21 @@ class Evaluator:
         done = [self._with_kl(self._evaluate_on(task, step), task) for task in self.tasks]
         self.sampler.engine.rest()
         return done
+
+    def answer_panel(self, step: int) -> list[Rollout]:
+        """Return the answers to the fixed prompts (``eval.prompts``) after ``step`` updates; none without them."""
+        if self.panel is None:
+            return []
+        self.sampler.engine.sync(step)
+        answers = self.panel.answer(step, self._answer_sampling())
+        self.sampler.engine.rest()
+        return answers
+
+    def _answer_sampling(self) -> Sampling:
+        """Return the sampling of the answers of evaluations."""
+        options = self.options
+        rules = DecodingRules(options.min_p, options.min_tokens, options.repetition_penalty, tuple(options.stop))
+        return self.sampler.sampling(self.max_tokens, options.temperature, options.top_k, options.top_p, rules)
 
     def sampling(self, temperature: float) -> Sampling:
         """Sampling options for answers."""
@@ -254,8 +271,7 @@ class Evaluator:
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.train, self.sampler.process_group)
         options = self.options
-        rules = DecodingRules(options.min_p, options.min_tokens, options.repetition_penalty, tuple(options.stop))
-        sampling = self.sampler.sampling(self.max_tokens, options.temperature, options.top_k, options.top_p, rules)
+        sampling = self._answer_sampling()
         questions = Questions(
             task,
             sampling,
@@ -277,7 +293,7 @@ class Evaluator:
         """Add entropy and KL from the initial policy, if requested."""
         if not self.options.num_kl_prompts:
             return evaluation
-        assert self.start is not None, "the reference is built where KL is measured"
+        assert self.start is not None, "measuring KL requires a reference"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         kl = measure_kl(

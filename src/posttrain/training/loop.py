@@ -1,8 +1,8 @@
-"""The training loop of every method.
+"""Training loop shared by all methods.
 
-Update number k (1-based) is step k: its rollouts and metrics carry k, evaluation at step k is of the weights after k
-updates, and checkpoint ``step-k`` is the state after them. A killed run resumes from its newest checkpoint that
-verifies, drops every later record, and repeats the rest bit for bit.
+Update k (1-based) is step k: rollouts and metrics use k, evaluation at step k uses weights after k updates, and
+checkpoint ``step-k`` stores the state after them. A killed run resumes from the newest valid checkpoint, drops later
+records, and repeats the rest bit for bit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import ratio_bounds
+from posttrain.recipes.panel_prompts import PANEL
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
@@ -71,7 +72,7 @@ from posttrain.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Result of a run: ``reason`` is ``finished`` or ``interrupted``; ``evaluations`` are the last ones by task."""
+    """Training result. ``reason``: ``finished`` or ``interrupted``; ``evaluations``: latest results by task."""
 
     step: int
     reason: str
@@ -80,11 +81,11 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The parts of a resolved recipe that the loop reads.
+    """Settings used by the loop, taken from a resolved recipe.
 
-    train: with the number of steps filled in. writes_shares: each process writes its share of the weights into a
-    checkpoint. models: the model and a teacher by their key. identity: of the recipe, as checkpoints keep it.
-    ratio_bounds: how far from 1 the objective's bounds of the ratio are, by key.
+    train: with steps filled in. writes_shares: each process writes weight shards to checkpoints. models: model and
+    teacher names by key. identity: recipe identity stored in checkpoints. ratio_bounds: distance from 1 for each
+    ratio bound, by key.
     """
 
     train: TrainSection
@@ -97,7 +98,7 @@ class LoopPlan:
 
 
 def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
-    """Return the loop's part of a resolved recipe, for a run of so many steps."""
+    """Extract loop settings from a resolved recipe with a given number of steps."""
     models = {"model.name": recipe.model.name}
     if recipe.teacher is not None:
         models["teacher.name"] = recipe.teacher.name
@@ -114,9 +115,7 @@ def plan_loop(recipe: Recipe, steps: int) -> LoopPlan:
 
 @dataclass(slots=True)
 class Loop:
-    """A run in progress. Each process of the ``process_group`` takes the same decisions; the main one keeps the
-    records.
-    """
+    """Active training run. All processes make identical decisions; the main process writes records."""
 
     plan: LoopPlan
     files: RunFiles
@@ -129,10 +128,10 @@ class Loop:
     step: int = 0
     ranking: EvaluationRanking = field(init=False)
     evaluations: dict[str, dict[str, float]] | None = None
-    warned: set[str] = field(default_factory=set)  # of what this process has warned
-    unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
-    consistent: bool = True  # weights, optimizer and records are those of ``step``
-    source_state: dict[str, float] = field(default_factory=dict)  # of the source, after ``step``
+    warned: set[str] = field(default_factory=set)  # warnings already shown by this process
+    unevaluated: bool = False  # evaluation pending for weights at ``step``
+    consistent: bool = True  # weights, optimizer and records agree on ``step``
+    source_state: dict[str, float] = field(default_factory=dict)  # source state after ``step``
     update_records: UpdateRecords = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,29 +141,30 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
+        """Restore the newest valid checkpoint and drop later records. Without a checkpoint, start over."""
         checkpoint = self._newest_checkpoint()
         if checkpoint is not None:
             for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
             self.restore(checkpoint)
             self._tidy()
-        keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
+        # without a checkpoint, even the step 0 evaluation is dropped
+        keep = self.step if checkpoint is not None else -1
         again = (keep,) if self.unevaluated else ()
         num_dropped = self.metrics.trim(keep, again)
         self.rollouts.trim(keep, again)
         self.update_records.resume(self.step)
         if checkpoint is None and num_dropped:
-            dropped = f"{num_dropped} lines of metrics.jsonl, and the rollouts, were dropped"
-            self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
+            dropped = f"{num_dropped} metrics.jsonl lines and all rollouts were dropped"
+            self.observer("notice", {"message": f"no checkpoint to resume from, so training starts over; {dropped}"})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back the state of a checkpoint, of this run or of another with the same parts: weights, optimizer,
-        source, step. The records stay as they are.
+        """Restore weights, optimizer, source and step from a checkpoint of this run or an equivalent one. Records
+        stay unchanged.
 
         Raises:
-            CheckpointError: it holds something else than the recipe's parts.
-            UsageError: a model that it began with is another by now.
+            CheckpointError: checkpoint does not match the recipe.
+            UsageError: an initial model has changed since the run began.
         """
         check_origins(self.plan.models, self.parts.origins, checkpoint.state)
         self._take_threads(checkpoint.state)
@@ -189,7 +189,7 @@ class Loop:
         self.source_state = self.parts.source.state()
 
     def beginning(self, resumed: bool, length: str | None) -> dict[str, object]:
-        """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
+        """Build the ``start`` event; ``length`` describes passes over the data, if relevant."""
         source = self.parts.source
         return {
             "steps": self.steps,
@@ -205,7 +205,7 @@ class Loop:
         }
 
     def _newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies in the main process; the others load the same one."""
+        """Load the newest valid checkpoint in the main process, and the same step in other processes."""
         checkpoint: Checkpoint | None = None
         step: int | None = None
         if self.process_group.is_main:
@@ -218,40 +218,42 @@ class Loop:
         return load_checkpoint(self.files.checkpoints, step)
 
     def _take_threads(self, state: Mapping[str, Any]) -> None:
-        """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
+        """Use the original number of threads, so summation order stays the same, unless processes changed."""
         began = state.get("processes", 1)
         now = self.process_group.size
         own = torch.get_num_threads()
         threads = state.get("num_threads") or own
         if began != now:
             before, after = (f"{n} process{'es' * (n != 1)}" for n in (began, now))
-            what = f"goes on in {after}, and the checkpoint was saved by {before}"
-            self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
+            what = f"resuming with {after}, but the checkpoint was saved with {before}"
+            self.observer(
+                "notice", {"message": f"{what}: results may differ by rounding, because sums are ordered differently"}
+            )
         elif threads != own:
             use_threads(threads)
-            line = f"number of threads: {threads}, as it began; here it would be {own}"
+            line = f"number of threads: {threads}, as at the start of this run (default here: {own})"
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
-        """Compare the number of steps with that when the checkpoint was saved.
+        """Compare the number of steps with the value stored in the checkpoint.
 
         Raises:
-            UsageError: they are fewer than were made.
+            UsageError: training has already gone further.
         """
         num_epochs = self.plan.train.num_epochs
         if num_epochs is None:
             return
-        length = f"train.num_epochs {num_epochs:g} is {self.steps} steps over the data as they are"
+        length = f"train.num_epochs {num_epochs:g} gives {self.steps} steps with the current data"
         if self.step > self.steps:
-            raise UsageError(f"{length}, and the newest checkpoint is of step {self.step}; give more epochs")
+            raise UsageError(f"{length}, but the newest checkpoint is at step {self.step}; increase train.num_epochs")
         if began not in (None, self.steps):
-            self.observer("notice", {"message": f"{length}, and the checkpoint was saved on the way to {began}"})
+            self.observer("notice", {"message": f"{length}, but the checkpoint was saved in a run with {began} steps"})
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
-        """Train until the last step or until asked to stop, and save a checkpoint."""
+        """Train until finished or stopped, then save a checkpoint."""
         saved = self.step
         same_weights(self.parts.whole_parameters(), self.process_group, "before training")
-        if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
+        if self.unevaluated:  # evaluation failed earlier; save again with its results
             self.evaluate()
             self.save()
         elif self.step == 0 and self.plan.eval.every:
@@ -271,16 +273,16 @@ class Loop:
         return TrainResult(self.step, reason, self.evaluations or {})
 
     def rescue(self, error: Exception) -> None:
-        """Save the last completed step of a run that failed, and prune nothing.
+        """Save the last completed step after a failure, without pruning.
 
-        Nothing is saved where weights or records are between two steps. If saving fails, ``error`` gets a note.
+        Nothing is saved in the middle of a step. If saving fails, a note is added to ``error``.
         """
         if not self.process_group.is_main or not self.consistent or self.step == 0:
             return
         if self.step in checkpoint_steps(self.files.checkpoints):
             return
         if self.parts.shards is not None:
-            error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
+            error.add_note(f"step {self.step} is not saved, because saving shards needs all processes")
             return
         try:
             path = self._write_checkpoint(self._gathered(SINGLE_PROCESS))
@@ -298,7 +300,7 @@ class Loop:
         return self.step >= self.steps or (not self.unevaluated and self.ranking.has_waited())
 
     def update(self) -> None:
-        """Take one optimizer step and record it."""
+        """Run one optimizer step and record it."""
         started = time.perf_counter()
         step = self.step + 1
         draw = self.parts.source(step)
@@ -322,7 +324,7 @@ class Loop:
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
-        """Warn once where the loss of this step is not that of the formula, or the run cannot learn."""
+        """Warn once about clamped losses, narrow clip ranges and failure to learn."""
         warnings = {CLAMPED: describe_clamped(metrics, self.step)}
         if batch is not None:
             warnings["kl_baseline"] = describe_one_prompt(batch, self.step)
@@ -340,7 +342,7 @@ class Loop:
                 self.observer("notice", {"message": f"{name}: {message}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
-        """Take the gradient step on a batch, if there is one; return the number of trained tokens, and metrics."""
+        """Run the gradient step, if the batch is not empty; returns the number of trained tokens and metrics."""
         options = self.plan.train
         batch = draw.batch
         lr = learning_rate(options, step)
@@ -356,7 +358,7 @@ class Loop:
             learning, batch, options, process_group=self.process_group, idle_rows=idle_rows, capture=capture
         )
         captured = capture.collect(batch, learning.level, self.process_group)
-        own = loss - learning.balancing_loss(metrics)  # the objective's, which its records give
+        own = loss - learning.balancing_loss(metrics)  # objective part only, as in records
         found = self.update_records.open_record(draw, step, own, metrics, captured, learning.forward)
         found = check_mismatch(self.plan.rollout, self.parts.policy, batch, found, metrics)
         self.update_records.end_if_strict(found)
@@ -380,7 +382,7 @@ class Loop:
         return float(batch.trained_mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def _tell_imbalances(self, found: Sequence[Imbalance]) -> None:
-        """Store the record of an update, and tell of each balance that does not hold for the first time."""
+        """Store the update record and report each violated balance once."""
         self.update_records.keep(found)
         for one in found:
             key = f"balance {one.check}"
@@ -391,22 +393,25 @@ class Loop:
 
     @phase("held-out evaluation")
     def evaluate(self) -> None:
-        """Evaluate on every held-out task, and remember the step with the best mean of the primary metric.
+        """Evaluate all held-out tasks and track the best step by primary metric.
 
-        Records are written when all of it is done. Of equal steps the later is the best.
+        Records are written after all evaluations finish. On ties, the later step is best.
 
         Raises:
-            UsageError: no evaluation has the result that the recipe names (``eval.best``).
+            UsageError: no evaluation reports the configured metric (``eval.best``).
         """
         assert self.parts.evaluator is not None
         self.parts.source.wait()
         step = self.step
         done = self.parts.evaluator(step)
+        answers = self.parts.evaluator.answer_panel(step)
         evaluations = {evaluation.name: results_of(evaluation) for evaluation in done}
         primary = choose_primary_metric(evaluations, named=self.plan.eval.best, samples=self.plan.rollout is not None)
         done = [*done, *self.parts.evaluate_average(step)]
         self._pass_on_warnings()
         self.consistent, self.evaluations = False, evaluations
+        if answers:
+            self.rollouts.record(answers, evaluation=PANEL)
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             measured = results_of(evaluation) | evaluation.kind_results
@@ -440,8 +445,7 @@ class Loop:
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _gathered(self, process_group: ProcessGroup) -> dict[str, Any]:
-        """Return the tensors of a checkpoint for ``save_checkpoint``: unsharded, but the optimizer's sharded where all
-        of ``process_group`` write it."""
+        """Gather tensors for ``save_checkpoint``, unsharded unless all of ``process_group`` write the optimizer."""
         parts, shards = self.parts, self.parts.shards
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
         tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
@@ -457,7 +461,7 @@ class Loop:
         return tensors
 
     def _write_checkpoint(self, tensors: Mapping[str, Any], process_group: ProcessGroup = SINGLE_PROCESS) -> Path:
-        """Write a checkpoint, after the records are durable; all of ``process_group`` write it."""
+        """Flush records, then write a checkpoint together with ``process_group``."""
         self.metrics.flush()
         self.rollouts.flush()
         return save_checkpoint(
@@ -473,7 +477,7 @@ class Loop:
         )
 
     def _state(self) -> dict[str, object]:
-        """Return the content of ``state.json``."""
+        """Build the contents for ``state.json``."""
         state: dict[str, object] = {
             **self.plan.identity,
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
@@ -491,7 +495,7 @@ class Loop:
         return state
 
     def _tidy(self) -> None:
-        """Point ``best`` at the best checkpoint and delete old ones."""
+        """Point ``best`` to the best checkpoint and delete old ones."""
         if not self.process_group.is_main:
             return
         best = int(self.ranking.best["step"]) if self.ranking.best is not None else -1
@@ -509,12 +513,11 @@ def run_training(
     should_stop: Callable[[], bool] = lambda: False,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> TrainResult:
-    """Train as a resolved recipe says, writing into ``files``; of several processes, the main one writes.
+    """Train a resolved recipe, writing to ``files`` from the main process.
 
     Raises:
-        UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
-        RunFailure: the work failed; the newest checkpoint is intact, and of the last completed step where
-            that could still be saved.
+        UsageError: incompatible components or missing data, before any training.
+        RunFailure: training failed. The newest checkpoint is intact, and the last completed step is saved if possible.
     """
     trackers: list[Tracker] = []
     if process_group.is_main:
@@ -541,7 +544,7 @@ def open_loop(
     process_group: ProcessGroup = SINGLE_PROCESS,
     trackers: Sequence[Tracker] = (),
 ) -> Iterator[tuple[Loop, str | None]]:
-    """Prepare a run, before its first step, for the time of the block; with a text about passes over the data.
+    """Prepare a run inside the block. Yields the loop and a description of passes over the data.
 
     Raises:
         UsageError: as ``prepare``.
@@ -562,7 +565,7 @@ def open_loop(
 
 @contextmanager
 def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
-    """Let every process compute with as many threads as the main one, which decides the last bits of sums."""
+    """Use the main process's thread count everywhere, because it affects the last bits in sums."""
     with with_threads(process_group.broadcast(torch.get_num_threads(), "number of threads")):
         yield
 
@@ -571,7 +574,7 @@ def _threads_of_main(process_group: ProcessGroup) -> Iterator[None]:
 def _records(
     files: RunFiles, trackers: Sequence[Tracker], about: Mapping[str, str], process_group: ProcessGroup
 ) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
-    """Open the stores of metrics and rollouts, which keep what they are ``about``; only the main process has any."""
+    """Open metric and rollout stores in the main process, storing ``about`` with them."""
     if not process_group.is_main:
         yield NoRecords(), NoRecords()
         return

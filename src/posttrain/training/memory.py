@@ -1,13 +1,13 @@
-"""Estimate of the memory of one training process, part by part, from its recipe and its model's configuration.
+"""Estimate memory for one training process from the recipe and model config.
 
-Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
-rows that the recipe allows (docs/how-to/fit-in-memory.md has the limits). ``models/forward/kept.py`` has what a pass
-keeps for its backward pass.
+Nothing is loaded. Shapes come from a single layer on the meta device, and the estimate assumes the longest rows
+allowed by the recipe (see docs/how-to/fit-in-memory.md for limits). ``models/forward/kept.py`` lists tensors kept for
+backward.
 
-Of P processes (``scale.processes``) each computes a P-th of the rows. With ``scale.sharding: fsdp2`` it holds a P-th of
-the rows of each tensor, gradient and moment (the first process has the most); and while it computes, the tensors
-outside of the layers, two layers, and the gradients of one. If the processes sample with the model, each has a whole
-copy of it, and of a reference, in addition.
+With P processes (``scale.processes``), each computes 1/P of the rows. With ``scale.sharding: fsdp2``, each holds 1/P
+of every tensor, gradient and moment (rounded up for the first process). During computation, processes also hold
+tensors outside the layers, two layers, and one layer's gradients. If processes sample with the model, each also keeps
+a full model and reference copy.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from posttrain.training.batch_fields import replays_sets
 from posttrain.training.checks import Components, resolve_components
 from posttrain.training.optimizer import BLOCK_IN_8_BITS, EMBEDDING_NAMES, LEAST_IN_8_BITS
 
-SHARES_PROMPTS = ("qwen3", "qwen2", "llama")  # the sampler's fast path
-UNSTATED_PROMPT = 256  # tokens, where the recipe does not bound prompts
-FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH, STEPS_BETWEEN_LOOKS = 256, 16, 1.5, 8  # of the sampler
+SHARES_PROMPTS = ("qwen3", "qwen2", "llama")  # fast sampling path
+UNSTATED_PROMPT = 256  # tokens, if the recipe sets no prompt limit
+FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH, STEPS_BETWEEN_LOOKS = 256, 16, 1.5, 8  # for the sampler
 BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by part of one process; see the module."""
+    """Memory per process, in bytes (see module docstring)."""
 
     weights: int
     gathered: int
@@ -68,7 +68,7 @@ class Memory:
     rollouts: int
 
     def rows(self) -> list[tuple[str, int]]:
-        """Return the rows of a table: every part, and the largest sums held at a time."""
+        """List table rows: every part, followed by peak sums."""
         names = {"gathered": "gathered layers", "optimizer": "optimizer state", "heads": "heads, critic"}
         names["kv_cache"] = "key/value cache"
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
@@ -76,12 +76,12 @@ class Memory:
 
     @property
     def update(self) -> int:
-        """Peak while gradients are computed."""
+        """Peak memory during updates."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.kv_cache - self.rollouts
 
     @property
     def sampling(self) -> int:
-        """Peak while the model samples, without gradients; 0 where it does not."""
+        """Peak memory during sampling, without gradients; 0 without sampling."""
         if not self.kv_cache:
             return 0
         return self.weights + self.optimizer + self.reference + self.heads + self.kv_cache
@@ -89,17 +89,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """The place of the weights: ``num_parts`` of each tensor, one in a process, and whether it has a whole copy too."""
+    """Weight placement: ``num_parts`` shards per tensor, and whether each process also keeps a full copy."""
 
     num_parts: int = 1
     keeps_whole: bool = False
 
     def numel(self, weights: list[Weight]) -> int:
-        """Return the numbers of these weights in the part of the first process: the first rows of each."""
+        """Count elements held by the first process (first rows of each tensor)."""
         return sum(w.times * math.prod((-(-w.shape[0] // self.num_parts), *w.shape[1:])) for w in weights)
 
     def held(self, num_bytes: float, weights: list[Weight]) -> int:
-        """Return how many of the bytes of these weights a process holds, its part and a copy."""
+        """Compute bytes held by a process: its shard, plus a full copy if kept."""
         total = sum(w.numel for w in weights)
         if self.num_parts == 1 or not total:
             return round(num_bytes)
@@ -108,10 +108,10 @@ class WeightLayout:
 
 
 def estimate_memory(recipe: Recipe, gpu_bytes: int | None = None) -> Memory | str:
-    """Return ``memory_of`` a resolved recipe, or the reason why there is no estimate.
+    """Estimate memory for a resolved recipe, or explain why no estimate is available.
 
     Args:
-        gpu_bytes: memory of the GPU to plan for; None for what trains on this machine.
+        gpu_bytes: GPU memory to plan for; None uses this machine.
     """
     try:
         if gpu_bytes is None:
@@ -124,14 +124,14 @@ def estimate_memory(recipe: Recipe, gpu_bytes: int | None = None) -> Memory | st
 
 
 def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None = None) -> Memory:
-    """Return the memory of training a resolved recipe, by part.
+    """Compute training memory by part.
 
     Args:
-        config: a transformers configuration of an architecture in ``QK_NORMS``.
-        gpu_memory: bytes of the GPU that trains; None for a CPU.
+        config: transformers config for an architecture in ``QK_NORMS``.
+        gpu_memory: GPU memory in bytes; None for CPU.
 
     Raises:
-        RecipeError: parts of the recipe do not fit one another.
+        RecipeError: incompatible recipe components.
     """
     components = resolve_components(recipe)
     config = config.get_text_config()
@@ -162,10 +162,10 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
         gathered *= 2
     reference = 0
     has_reference = "reference" in components.parts or bool(recipe.eval.num_kl_prompts)
-    if has_reference and adapter is None:  # under an adapter it is the base
+    if has_reference and adapter is None:  # with an adapter, this is the base model
         apart = layout
         if layout.keeps_whole:
-            apart = WeightLayout()  # that copy is not sharded
+            apart = WeightLayout()  # this copy is not sharded
         reference = apart.held(_base_bytes(weights, size, recipe.model.load_bits), weights)
         if recipe.reference is not None and recipe.eval.num_kl_prompts:
             reference *= 2  # one moves, and evaluations compare with the start
@@ -185,14 +185,14 @@ def memory_of(recipe: Recipe, config: PretrainedConfig, gpu_memory: int | None =
 
 
 def layout_of(scale: ScaleSection, samples: bool) -> WeightLayout:
-    """Return where the weights of a run are; ``samples``: its processes sample with the model themselves."""
+    """Choose weight placement; ``samples``: training processes sample with the model."""
     if scale.sharding == "none" or scale.processes == 1:
         return WeightLayout()
     return WeightLayout(scale.processes, samples)
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
-    """Return all tensors of a model of this configuration, built on the meta device with one layer."""
+    """List all model tensors, built on the meta device with one layer."""
     one = copy.deepcopy(config)
     one.num_hidden_layers = 1
     with torch.device("meta"):
@@ -209,7 +209,7 @@ def weights_of(config: PretrainedConfig) -> list[Weight]:
 
 
 def micro_batch(components: Components) -> Micro:
-    """Return the rows of a micro-batch when all are as long as the recipe allows."""
+    """Compute micro-batch size, assuming maximum row lengths."""
     recipe = components.recipe
     train = recipe.train
     rollout = recipe.rollout
@@ -229,7 +229,7 @@ def micro_batch(components: Components) -> Micro:
         if components.unit == "pair":
             group = 2
         rows = rollout.num_prompts * group // train.num_minibatches
-        if group == 1:  # nothing shares the prompt
+        if group == 1:  # no shared prompt
             answer += prompt
             prompt = 0
     units = -(-rows // unit)
@@ -246,7 +246,7 @@ def micro_batch(components: Components) -> Micro:
 
 
 def longest_row(rollout: RolloutSection, prompts: PromptSection) -> tuple[int, int]:
-    """Return the largest number of tokens of a prompt and of its answer that the recipe allows."""
+    """Compute maximum prompt and answer lengths allowed by the recipe, in tokens."""
     prompt = prompts.max_prompt_tokens or UNSTATED_PROMPT
     limit = rollout.within(prompt + rollout.max_tokens)
     prompt = min(prompt, limit - 1)
@@ -254,7 +254,7 @@ def longest_row(rollout: RolloutSection, prompts: PromptSection) -> tuple[int, i
 
 
 def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
-    """Return bytes of all weights; linear layers have 4 more a row in 8 bits, and a scale for 64 numbers in 4 bits."""
+    """Compute weight bytes. 8-bit linear layers add 4 bytes per row; 4-bit layers add a scale per 64 weights."""
     total = 0.0
     for weight in weights:
         if bits is None or weight.linear is None:
@@ -267,8 +267,10 @@ def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
 
 
 def _gathered_bytes(weights: list[Weight], size: int, trained: list[Weight], num_layers: int) -> int:
-    """Return bytes that a pass of a sharded model gathers: what is outside of the layers, all the time; one layer and
-    the next, and a layer's gradients. The gradient of a trained head counts with the logits.
+    """Compute bytes gathered by a sharded forward pass.
+
+    Includes tensors outside the layers, two consecutive layers, and one layer's gradients. Gradients for a trained LM
+    head are counted with the logits.
     """
     in_layers = [w for w in weights if w.times == num_layers and ".0." in w.name]
     outside = [w for w in weights if w not in in_layers]
@@ -277,7 +279,10 @@ def _gathered_bytes(weights: list[Weight], size: int, trained: list[Weight], num
 
 
 def _optimizer_bytes(trained: list[Weight], name: str, layout: WeightLayout) -> int:
-    """Return bytes of the state: two numbers a weight, and a count, for AdamW; one for Lion and for Muon's matrices."""
+    """Compute optimizer state bytes: two values per weight plus a count by default (AdamW).
+
+    Lion and Muon matrices need one value, Adafactor matrices one per row and column, and 8-bit AdamW about two bytes.
+    """
     total = 0
     for weight in trained:
         is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
@@ -294,7 +299,7 @@ def _optimizer_bytes(trained: list[Weight], name: str, layout: WeightLayout) -> 
 
 
 def _head_bytes(components: Components, config: PretrainedConfig, critic: list[Weight], layout: WeightLayout) -> int:
-    """Return bytes of the weight, gradient and AdamW state of a head, and of a separate critic."""
+    """Compute bytes for weights, gradients and AdamW state in heads and a separate critic."""
     if components.objective.traits.get("head") is None:
         return 0
     option = components.objective.traits.get("head_outputs")
@@ -313,10 +318,10 @@ def _head_bytes(components: Components, config: PretrainedConfig, critic: list[W
 def _sampling_bytes(
     components: Components, config: PretrainedConfig, size: int, gpu_memory: int | None
 ) -> tuple[int, int]:
-    """Return bytes of the sampler's cache, and of a batch of rollouts in main memory; 0 for a supervised recipe.
+    """Compute bytes for the sampler's cache and for rollouts in CPU memory; 0 for supervised recipes.
 
-    The latter are 9 a token, and 4 for each batch field and the weights; where kept sets are replayed, also two numbers
-    of 8 bytes, and a set of at most 512 of 4.
+    Rollouts take 9 bytes per token, plus 4 for weights and for each batch field. Sampling replay adds 16 bytes plus 4
+    per kept token (at most 512).
     """
     recipe = components.recipe
     rollout = recipe.rollout
@@ -329,7 +334,7 @@ def _sampling_bytes(
     if replays_sets(rollout, components.needs):
         each += 16 + 4 * min(rollout.top_k or MOST_KEPT, MOST_KEPT)
     rollouts = rollout.num_prompts * group * sum(row) * each
-    if rollout.engine.name == "vllm":  # the cache is the server's
+    if rollout.engine.name == "vllm":  # the server holds the cache
         return 0, rollouts
     return _cache_bytes(rollout, row, recipe.scale.processes, config, size, gpu_memory), rollouts
 
@@ -342,9 +347,9 @@ def _cache_bytes(
     size: int,
     gpu_memory: int | None,
 ) -> int:
-    """Return bytes of the keys and values of each slot that samples, whose columns grow by halves, and of prompts.
+    """Compute key-value cache bytes for all sampling slots, with geometric growth, and for prompts.
 
-    ``row``: the largest numbers of tokens of a prompt and of its answer.
+    ``row``: maximum prompt and answer lengths in tokens.
     """
     prompt, answer = row
     prompts = -(-rollout.num_prompts // processes)
@@ -353,7 +358,7 @@ def _cache_bytes(
     before = 0 if shares else prompt
     longest = before + answer
     columns = up_to(COLUMNS_ALIGNED, before + min(answer, FIRST_COLUMNS) + 1)
-    if rollout.max_turns is not None:  # a turn has a token, and its reply
+    if rollout.max_turns is not None:  # at least one token and one reply per turn
         num_turns = min(rollout.max_turns, max(1, answer // 2))
         longest += (num_turns - 1) * (STEPS_BETWEEN_LOOKS - 1)
     while columns <= longest:

@@ -1,4 +1,4 @@
-"""Metrics of the ratios between the trainer's and other probabilities, and the refusal of a sampler that differs."""
+"""Metrics for log-ratio mismatch between trainer and other models, and rejection of mismatched samplers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from posttrain.recipes.inert import ROOM, narrow_bounds
 from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.types import Batch, Outputs
 
-HOPELESS_KL = 0.05  # from sampler to trainer, nats per token: no run learns from such answers; limits are far below
-CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
+# sampler-to-trainer KL in nats per token, far above usual limits; training on such answers cannot work
+HOPELESS_KL = 0.05
+CLAMPED = "clamped_log_ratios"  # fraction of trained tokens with a log-ratio beyond ±20
 
 
 def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, Tensor]:
-    """Metrics per token of a micro-batch: ``kl_sampler`` to the sampler, its weights, the correction, and (of an
-    objective ``of_tokens``) 1 where a log-ratio to the sampler, the reference or the teacher is clamped."""
+    """Compute mismatch metrics per token in a micro-batch.
+
+    Includes ``kl_sampler``, importance weights, the correction, and for token objectives (``of_tokens``) an indicator
+    for clamped log-ratios to the sampler, reference or teacher.
+    """
     metrics: dict[str, Tensor] = {}
     fields = part.fields
     own = outputs.logprobs.detach()
     if "sampler_logprobs" in fields and outputs.entropy is not None:
-        # samples are from the sampler μ: this estimates KL(μ‖π)
+        # samples come from the sampler μ, so this estimates KL(μ‖π)
         log_weight = log_ratio(own, fields["sampler_logprobs"], part.mask)
         metrics["kl_sampler"] = kl_k3(-log_weight)
         metrics["weight"] = log_weight.exp()
@@ -50,7 +54,7 @@ def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, 
 
 
 def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """``effective_sample_size``, the share of tokens that the importance weights w = π/μ leave, E[w]² / E[w²]."""
+    """Add ``effective_sample_size``, E[w]² / E[w²] for importance weights w = π/μ (fraction of tokens)."""
     if "weight_squared" in means:
         mean = means.pop("weight")
         mean_of_squares = means.pop("weight_squared")
@@ -65,11 +69,11 @@ def check_mismatch(
     found: Sequence[Imbalance],
     metrics: Mapping[str, float],
 ) -> list[Imbalance]:
-    """Say in the finding about a sampler that is not the trainer's model which of the two differs from it.
+    """Explain sampler mismatch findings by comparing sampler and trainer with the model's plain forward pass.
 
     Raises:
-        EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token, which no rounding explains
-            and from which nothing can be learned; the weights are as before.
+        EngineMismatch: sampler-to-trainer KL above 0.05 nats per token, more than rounding can explain and too much to
+            learn from. Weights are unchanged.
     """
     explained: list[Imbalance] = []
     for one in found:
@@ -94,21 +98,21 @@ def _refuse(one: Imbalance, earlier: Sequence[Imbalance], which: str, metrics: M
     if earlier:
         first = f"This may be why: {earlier[0].message}. "
     raise EngineMismatch(
-        f"update {one.step}: the sampler is not the model that is trained. The KL from sampler to trainer is "
-        f"{float(one.found):.2g} nats per token{shown}, and {one.expected} was expected. {which}{first}The weights "
+        f"update {one.step}: sampler and trained model differ. The KL from sampler to trainer is "
+        f"{float(one.found):.2g} nats per token{shown}, but {one.expected} was expected. {which}{first}The weights "
         "were not changed"
     )
 
 
 def describe_clamped(metrics: Mapping[str, float], step: int) -> str:
-    """Return a warning where log-ratios of a step were clamped; empty if none was."""
+    """Warn about clamped log-ratios; empty if none."""
     share = metrics.get(CLAMPED, 0.0)
     if not share:
         return ""
     return (
-        f"{share:.2%} of the trained tokens of step {step} have a log-ratio beyond ±20 to the sampler, the reference "
-        "or the teacher. It is clamped, so that loss and gradient are not those of the formula. Check that teacher and "
-        "reference fit the model and its prompts, or lower train.lr"
+        f"{share:.2%} of trained tokens in step {step} have a log-ratio beyond ±20 to the sampler, reference "
+        "or teacher. Clamping changes loss and gradient. Check that teacher and "
+        "reference match the model and prompts, or lower train.lr"
     )
 
 
@@ -120,12 +124,12 @@ def describe_narrow_clip(
     metrics: Mapping[str, float],
     step: int,
 ) -> str:
-    """Return a warning where the clip range is narrower than ten times the mismatch of ratios; empty if there is none.
+    """Warn about clip ranges narrower than ten times the ratio mismatch; empty if wide enough.
 
-    ``bounds``: the distances of the range's ends from 1, by key.
+    ``bounds``: distance from 1 for each ratio bound, by key.
 
-    Before the first update of a batch of answers sampler and trainer have the same weights, so that ratios are 1 but
-    for rounding, and what is clipped is rounding.
+    Before the first update on a rollout batch, sampler and trainer share weights, so ratios differ from 1 only by
+    rounding and any clipping clips rounding errors.
     """
     mismatch = metrics.get("ratio_distance")
     is_first = (step - 1) % train.updates_per_batch == 0
@@ -141,13 +145,13 @@ def describe_narrow_clip(
     if "clip_fraction" in metrics:
         clipped = f" (clip_fraction {metrics['clip_fraction']:.1%})"
     return (
-        f"{narrow}: before update {step}, with the same weights, ratios are {mismatch:.2g} from 1 in the mean, and the "
-        f"clip range is less than {ROOM} times that, so that rounding is clipped{clipped}. {remedy}"
+        f"{narrow}: before update {step}, with equal weights, ratios differ from 1 by {mismatch:.2g} on average. The "
+        f"clip range is below {ROOM} times that, so it mostly clips rounding errors{clipped}. {remedy}"
     )
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Return whether an adapter drops inputs while it is trained."""
+    """Check if an adapter applies dropout during training."""
     for name, module in model.named_modules():
         if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout) and module.p > 0:
             return True
@@ -155,7 +159,7 @@ def has_dropout(model: torch.nn.Module) -> bool:
 
 
 def _ruled(logits: Tensor, row: Batch, length: int) -> Tensor:
-    """The logits ``[L, V]`` of the tokens of a row behind the first, under the sampler's rules."""
+    """Apply the sampler's rules to ``[L, V]`` logits for a row's tokens after the first."""
     assert row.rules is not None
     columns = torch.arange(1, length)
     seen = tokens_before(row.tokens[:1, :length].expand(length - 1, -1), columns, logits.shape[1]).to(logits.device)
@@ -167,7 +171,7 @@ def _ruled(logits: Tensor, row: Batch, length: int) -> Tensor:
 
 
 def _only_kept(logits: Tensor, kept: Tensor) -> Tensor:
-    """``[L, V]`` with what is outside of the sets ``kept [L, K]`` (filled up with -1) at minus infinity."""
+    """Set logits ``[L, V]`` outside the kept sets ``[L, K]`` (padded with -1) to minus infinity."""
     is_member = torch.zeros((len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
     is_member.scatter_(1, kept.long().masked_fill(kept < 0, logits.shape[1]), True)
     has_set = (kept >= 0).any(dim=1, keepdim=True)
@@ -176,7 +180,7 @@ def _only_kept(logits: Tensor, kept: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _explain(policy: Forward, batch: Batch, engine: str) -> str:
-    """Say by how much each side differs from the model's own forward pass of the first row."""
+    """Compare sampler and trainer with the model's plain forward pass on the first row."""
     if policy.is_sharded:
         return ""
     row = batch.select(list(range(batch.rows_per_unit)))

@@ -1,7 +1,7 @@
-"""Optimizers, and their state as plain tensors.
+"""Optimizers with state as plain tensors.
 
-Every parameter group has ``lr_ratio``; the loop sets ``group["lr"] = lr * group["lr_ratio"]`` before each step. Weight
-decay leaves norms and biases (tensors with fewer than two dimensions) alone.
+Every parameter group has ``lr_ratio``; the loop sets ``group["lr"] = lr * group["lr_ratio"]`` before each step. Norms
+and biases (fewer than two dimensions) have no weight decay.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Keller Jordan's quintic: x -> a x + b x^3 + c x^5 pushes singular values in (0, 1] towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-LEAST_IN_8_BITS = 4_096  # numbers of a tensor whose moments bitsandbytes keeps in 8 bits
-BLOCK_IN_8_BITS = 256  # numbers that share a scale
-SHARED_STATE = ("qmap1", "qmap2")  # tables of bitsandbytes, the same for all parameters
+LEAST_IN_8_BITS = 4_096  # smallest tensor with 8-bit moments in bitsandbytes
+BLOCK_IN_8_BITS = 256  # block size per scale
+SHARED_STATE = ("qmap1", "qmap2")  # bitsandbytes quantization maps, shared by all parameters
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 
 def _groups(parameters: Named, lr: float, weight_decay: float, **settings: object) -> list[dict[str, object]]:
-    """Return the groups with and without weight decay; empty ones are left out."""
+    """Split parameters into groups with and without weight decay, dropping empty groups."""
     decayed = [(n, p) for n, p in parameters if p.ndim >= 2]
     others = [(n, p) for n, p in parameters if p.ndim < 2]
     groups: list[dict[str, object]] = []
@@ -57,12 +57,11 @@ def adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019): Adam with decoupled weight decay.
 
-    m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²;  with bias-corrected m̂, v̂:
-    p ← p − lr (weight_decay p + m̂ / (√v̂ + eps)). Keep the parameters in fp32: in bf16 an update
-    of 1e-5 next to a weight of 0.02 is rounded away.
+    m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²;  with bias-corrected m̂, v̂: p ← p − lr (weight_decay p + m̂ /
+    (√v̂ + eps)). Keep parameters in fp32, because bf16 rounds away an update of 1e-5 to a weight of 0.02.
 
     Args:
-        betas: β1 and β2, the decay of the two moments.
+        betas: β1 and β2, moment decay rates.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
     """
@@ -79,14 +78,14 @@ def lion(
     betas: tuple[Decay, Decay] = (0.9, 0.99),
     weight_decay: NotNegative = 0.0,
 ) -> Optimizer:
-    """Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2): the sign of a momentum.
+    """Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2): sign of momentum.
 
-    u = sign(β1 m + (1 − β1) g);  p ← p − lr (u + weight_decay p);  m = β2 m + (1 − β2) g. One number of state a weight.
-    Every weight moves by lr, so the paper takes lr 3 to 10 times smaller than for AdamW, and weight decay larger by as
-    much.
+    u = sign(β1 m + (1 − β1) g);  p ← p − lr (u + weight_decay p);  m = β2 m + (1 − β2) g. State: one value per
+    weight. Every weight moves by lr, so the paper uses 3 to 10 times smaller lr than AdamW, and larger weight decay
+    by the same factor.
 
     Args:
-        betas: β1 of the update, β2 of the momentum.
+        betas: β1 for the update, β2 for momentum.
         weight_decay: decoupled weight decay.
     """
     return Lion(_groups(parameters, lr, weight_decay, lr_ratio=1.0, betas=betas))
@@ -102,15 +101,15 @@ def adafactor(
     clip_threshold: Positive = 1.0,
     weight_decay: NotNegative = 0.0,
 ) -> Optimizer:
-    """Adafactor (Shazeer & Stern 2018) by torch: second moments of a matrix as one number a row and one a column.
+    """Adafactor (Shazeer & Stern 2018), as in torch: factored second moments with one value per row and column.
 
-    The step is relative: lr is multiplied by the root mean square of a weight tensor (at least ``eps``), and is at most
-    1/√t in step t. An lr of 1e-3 to 1e-2 is usual. There is no momentum.
+    Steps are relative: lr is multiplied by each tensor's root mean square (at least ``eps``), and capped at 1/√t in
+    step t. Typical lr values are 1e-3 to 1e-2. No momentum.
 
     Args:
-        beta2_decay: the decay of the second moments in step t is 1 − t^beta2_decay.
-        eps: smallest root mean square of a weight tensor that counts.
-        clip_threshold: d, the largest root mean square of an update before lr.
+        beta2_decay: second moment decay in step t is 1 − t^beta2_decay.
+        eps: minimum root mean square for weight tensors.
+        clip_threshold: d, maximum root mean square for an update before lr.
         weight_decay: decoupled weight decay.
     """
     groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
@@ -127,17 +126,17 @@ def adamw_8bit(
     weight_decay: NotNegative = 0.0,
     paged: bool = False,
 ) -> Optimizer:
-    """AdamW with moments in 8 bits, by bitsandbytes (Dettmers et al. 2022, "8-bit optimizers via block-wise
-    quantization"): a quarter of the state's memory.
+    """AdamW with 8-bit moments from bitsandbytes (Dettmers et al. 2022, "8-bit optimizers via block-wise
+    quantization").
 
-    Tensors of fewer than 4,096 numbers keep moments in fp32.
+    State memory shrinks to a quarter. Tensors with fewer than 4,096 elements keep fp32 moments.
 
     Args:
-        betas: β1 and β2, the decay of the two moments.
+        betas: β1 and β2, moment decay rates.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        paged: moments move to the CPU's memory when a GPU's is full. Without a GPU this does nothing, and bitsandbytes
-            says so.
+        paged: move moments to CPU memory if GPU memory runs out. No effect without a GPU; bitsandbytes then prints a
+            warning.
 
     Raises:
         MissingExtra: bitsandbytes is not installed.
@@ -160,21 +159,21 @@ def muon(
     betas: Annotated[tuple[Decay, Decay], IF_ADAMW_TRAINS_SOME] = (0.9, 0.95),
     eps: Annotated[Positive, IF_ADAMW_TRAINS_SOME] = 1e-10,
 ) -> Optimizer:
-    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, orthogonalised.
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum.
 
     For each hidden matrix W [out, in]: m = μ m + (1 − μ) g;  u = μ m + (1 − μ) g (Nesterov);
-    W ← W − lr (weight_decay W + √max(1, out/in) · NS(u)), also where a layer keeps W as [in, out] (GPT-2's).
-    NS, ``ns_steps`` steps of a quintic Newton–Schulz iteration, replaces the singular values of u by values near 1.
-    Embeddings, the output head, norms and biases follow AdamW at ``lr * adamw_lr_ratio``.
+    W ← W − lr (weight_decay W + √max(1, out/in) · NS(u)). Weights stored as [in, out] (GPT-2) are handled too.
+    NS runs ``ns_steps`` steps of a quintic Newton–Schulz iteration, which moves singular values close to 1.
+    Embeddings, LM head, norms and biases use AdamW with ``lr * adamw_lr_ratio``.
 
-    The iteration runs in fp32 (the original uses bf16), over all matrices of one shape at once.
+    The iteration runs in fp32 (bf16 in the original), batched over matrices with equal shapes.
 
     Args:
         momentum: μ.
-        ns_steps: steps of the Newton–Schulz iteration.
+        ns_steps: number of Newton–Schulz steps.
         weight_decay: decoupled weight decay.
-        adamw_lr_ratio: learning rate of AdamW, as a multiple of ``lr``.
-        betas, eps: those of AdamW.
+        adamw_lr_ratio: AdamW learning rate as a multiple of ``lr``.
+        betas, eps: AdamW parameters.
     """
     matrices = [(n, p) for n, p in parameters if p.ndim == 2 and not any(part in n for part in EMBEDDING_NAMES)]
     chosen = {id(p) for _, p in matrices}
@@ -186,7 +185,7 @@ def muon(
 
 
 def mark_input_first(module: torch.nn.Module) -> None:
-    """Mark the weights that transformers keeps as [in, out] (its Conv1D); copies of a module are marked again."""
+    """Mark weights stored as [in, out] (transformers Conv1D). Copied modules are marked again."""
     from transformers.pytorch_utils import Conv1D
 
     for layer in module.modules():
@@ -195,9 +194,10 @@ def mark_input_first(module: torch.nn.Module) -> None:
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Newton–Schulz: each matrix of ``[..., out, in]`` with its singular values moved near 1, in fp32.
+    """Newton–Schulz: move singular values in ``[..., out, in]`` matrices close to 1, in fp32.
 
-    After five steps singular values within a factor of about 1,000 of the largest lie in roughly 0.7 to 1.2.
+    After five steps, singular values within a factor of about 1,000 from the largest end up between roughly 0.7 and
+    1.2.
     """
     a, b, c = _QUINTIC
     x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -213,14 +213,14 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Lion(Optimizer):
-    """Lion's step. State per parameter: ``exp_avg``."""
+    """Lion optimizer. Parameter state: ``exp_avg``."""
 
     def __init__(self, groups: list[dict[str, object]]) -> None:
         super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient."""
+        """Update all parameters with gradients."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -237,9 +237,9 @@ class Lion(Optimizer):
 
 
 class Muon(Optimizer):
-    """Groups with ``orthogonal`` true take Muon's step, the others AdamW's.
+    """Muon for groups with ``orthogonal`` true, AdamW for other groups.
 
-    State per matrix: ``momentum``. Per other tensor: ``exp_avg``, ``exp_avg_sq`` and ``step`` (fp32 scalar).
+    Matrix state: ``momentum``. Other tensors: ``exp_avg``, ``exp_avg_sq`` and ``step`` (fp32 scalar).
     """
 
     def __init__(self, groups: list[dict[str, object]]) -> None:
@@ -247,7 +247,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient."""
+        """Update all parameters with gradients."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
@@ -262,7 +262,7 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameter)
 
     def _step_matrices(self, group: dict[str, Any], members: Sequence[Parameter]) -> None:
-        """Update matrices of one shape together."""
+        """Update matrices with equal shapes together."""
         mu, shape = group["momentum"], members[0].shape
         updates = []
         for parameter in members:
@@ -297,7 +297,7 @@ class Muon(Optimizer):
 
 
 def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of an unsharded tensor for a parameter, sharded or not."""
+    """Shard an unsharded tensor like its parameter, if necessary."""
     if not hasattr(parameter, "full_tensor"):
         return whole
     from posttrain.training.distributed import part_of
@@ -308,12 +308,12 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 def lr_ratios(
     patterns: Mapping[str, float], modules: Sequence[torch.nn.Module], prefixes: Sequence[str]
 ) -> dict[str, float]:
-    """Return the ratio of every parameter that a pattern names, by its name; a ratio of 0 freezes the parameter.
+    """Resolve learning rate ratios by parameter name. A ratio of 0 freezes the parameter.
 
-    The first pattern that matches counts. ``prefixes``: of the names of each module's parameters.
+    The first matching pattern applies. ``prefixes``: name prefixes, one per module.
 
     Raises:
-        RecipeError: a pattern that names no trained parameter.
+        RecipeError: pattern without a matching trained parameter.
     """
     trained: dict[str, Parameter] = {}
     for module, prefix in zip(modules, prefixes, strict=True):
@@ -327,8 +327,8 @@ def lr_ratios(
             shown = ", ".join(sorted(trained)[:4])
             near = registry.suggest(pattern, trained)
             raise RecipeError(
-                f"train.lr_ratios: no trained weight has a name like {pattern!r}.{near} Names are {shown} ... ; "
-                f"* stands for any text, as in '*{sorted(trained)[-1].rpartition('.')[2]}'"
+                f"train.lr_ratios: no trained weight matches {pattern!r}.{near} Examples: {shown} ... ; "
+                f"* matches any text, as in '*{sorted(trained)[-1].rpartition('.')[2]}'"
             )
         for name in matched:
             ratios.setdefault(name, ratio)
@@ -341,7 +341,7 @@ def lr_ratios(
 def _by_ratio(
     named: Named, head_parameters: Named, ratios: Mapping[str, float], of_heads: float
 ) -> Iterator[tuple[list[tuple[str, Parameter]], float]]:
-    """Yield (parameters, the ratio of their learning rate): of the model by ratio, then of its heads."""
+    """Yield (parameters, learning rate ratio), first for the model and then for heads."""
     for members, factor in ((named, 1.0), (head_parameters, of_heads)):
         for ratio in dict.fromkeys(ratios.get(name, 1.0) for name, _ in members):
             yield [(n, p) for n, p in members if ratios.get(n, 1.0) == ratio], factor * ratio
@@ -354,12 +354,12 @@ def build_optimizer(
     heads: dict[str, torch.nn.Module],
     head_lr_ratio: float = 1.0,
 ) -> tuple[list[tuple[str, Parameter]], torch.optim.Optimizer]:
-    """Return the trained parameters by name (heads and critics included) and their optimizer.
+    """Collect trained parameters by name (including heads and critics) and build their optimizer.
 
-    ``head_lr_ratio``: how many times ``train.lr`` the learning rate of the heads is.
+    ``head_lr_ratio``: head learning rate as a multiple of ``train.lr``.
 
     Raises:
-        RecipeError: an unknown optimizer, or trained weights in bfloat16.
+        RecipeError: unknown optimizer, or bfloat16 trained weights.
     """
     for module in (model, *heads.values()):
         mark_input_first(module)
@@ -368,8 +368,8 @@ def build_optimizer(
     coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
         raise RecipeError(
-            f"model.dtype: {len(coarse)} trained weights would be bf16, where small updates are rounded away; "
-            "use model.dtype fp32, or train an adapter (model.adapter), whose weights are fp32"
+            f"model.dtype: {len(coarse)} trained weights would be bf16, which rounds away small updates; "
+            "use model.dtype fp32, or train an fp32 adapter (model.adapter)"
         )
     head_parameters: list[tuple[str, Parameter]] = []
     for head_name, head in heads.items():
@@ -393,15 +393,15 @@ def build_optimizer(
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             optimizer.add_param_group({"params": [(names[id(p)], p) for p in group["params"]], **settings})
     if optimizer is None:
-        raise RecipeError("train.lr_ratios: every weight is frozen, so there is nothing to train; leave some out")
+        raise RecipeError("train.lr_ratios: all weights are frozen, so nothing can be trained; remove some patterns")
     return [*named, *head_parameters], optimizer
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
+    """Collect optimizer state keyed ``<parameter name>.<state name>``, without copying.
 
-    ``names``: of the parameters that the optimizer was made with, in that order. Parameters that have not been stepped
-    have no entry. Learning rates are not state: the schedule gives them.
+    ``names``: parameter names in creation order. Parameters without steps have no entry. Learning rates are omitted,
+    because the schedule determines them.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _by_name(optimizer, names).items():
@@ -410,18 +410,18 @@ def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, T
                 continue
             if isinstance(value, int):
                 value = torch.tensor(float(value))
-            assert isinstance(value, Tensor), f"optimizer state {key!r} is no tensor and could not be saved"
+            assert isinstance(value, Tensor), f"optimizer state {key!r} is not a tensor and cannot be saved"
             tensors[f"{name}.{key}"] = value.detach()
     return tensors
 
 
 def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and sharded as it is.
+    """Restore state from ``optimizer_tensors`` bit for bit, on each parameter's device and with the same sharding.
 
-    ``tensors`` are read one after the other, the same in all processes.
+    ``tensors`` are read one at a time, identically in all processes.
 
     Raises:
-        CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
+        CheckpointError: unknown parameter, wrong shape or dtype, or missing entry.
     """
     by_name = _by_name(optimizer, names)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -450,7 +450,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         kept = _kept_state(optimizer, parameter, groups[id(parameter)])
         if kept is not None and state.keys() != kept.keys():
             there = ", ".join(sorted(state))
-            raise CheckpointError(f"optimizer state: {there} of a parameter, and its optimizer keeps {sorted(kept)}")
+            raise CheckpointError(f"optimizer state: a parameter has {there}, but its optimizer needs {sorted(kept)}")
     if is_8_bit(optimizer):
         from posttrain.models.quantize import add_code_tables
 
@@ -460,7 +460,7 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
 
 
 def is_8_bit(optimizer: Optimizer) -> bool:
-    """Return True for bitsandbytes' optimizer, whose state has a layout of its own."""
+    """Check for bitsandbytes optimizers, which use a different state layout."""
     return type(optimizer).__module__.startswith("bitsandbytes.")
 
 
@@ -468,7 +468,7 @@ Kept = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _kept_state(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> Kept | None:
-    """Return (shape, dtype) of each tensor that an optimizer keeps of a parameter; None for an unknown optimizer."""
+    """List (shape, dtype) for each state tensor; None for unknown optimizers."""
     like = (tuple(parameter.shape), parameter.dtype)
     count = ((), torch.float32)
     if isinstance(optimizer, Lion):
@@ -497,28 +497,28 @@ def _kept_state(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any
 
 
 def _check_state(full_name: str, value: Tensor, key: str, parameter: Tensor, kept: Kept | None) -> None:
-    """Refuse a tensor that the optimizer cannot have left.
+    """Reject state tensors that this optimizer could not have produced.
 
     Raises:
-        CheckpointError: another shape, another type, or a count below 1.
+        CheckpointError: wrong shape or dtype, or a step count below 1.
     """
     if key == "step":
         if kept is not None and not (value.dtype == torch.float32 and value.numel() == 1 and bool(value >= 1)):
-            raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
+            raise CheckpointError(f"optimizer state {full_name!r}: not valid optimizer state ({value.dtype})")
         return
     shape, dtype = tuple(parameter.shape), value.dtype
     if kept is not None:
         shape, dtype = kept.get(key, (shape, parameter.dtype))
     if tuple(value.shape) != shape:
         raise CheckpointError(
-            f"optimizer state {full_name!r} has shape {tuple(value.shape)}, its parameter asks for {shape}"
+            f"optimizer state {full_name!r} has shape {tuple(value.shape)}, but its parameter needs {shape}"
         )
     if value.dtype != dtype:
-        raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
+        raise CheckpointError(f"optimizer state {full_name!r}: not valid optimizer state ({value.dtype})")
 
 
 def _by_name(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the parameters by name: groups made from named parameters have names, others follow the order."""
+    """Map names to parameters: by stored name if available, otherwise by order."""
     named: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         start = len(named)

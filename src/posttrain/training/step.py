@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the weighted sum, metrics, clipping and the update."""
+"""Single optimizer step: weighted-sum gradients, metrics, clipping and update."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Level = Literal["token", "row", "pair"]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The loss: values of an objective, under the weights of an aggregation.
+    """Loss definition: objective values weighted by an aggregation.
 
-    forward: the policy's pass, with a head where there is one. level: the unit that the objective gives a value for.
-    entropy: whether the forward pass computes it, and with gradients. derive: the objective's metrics of means.
-    vanishes: the batch fields at whose 0 the values are 0 (see ``idle_rows``); None: every row is trained on. name: of
-    the objective in the recipe. balancing: of routers, whose loss is added. noise: on the embeddings, of this update.
+    forward: policy forward pass, including a head if any. level: unit for objective values. entropy: compute entropy,
+    and with gradients or not. derive: adds metrics derived from means. vanishes: fields whose zeros make values 0
+    (see ``idle_rows``); None trains every row. name: objective name in the recipe. balancing: router balancing loss.
+    noise: embedding noise for this update.
     """
 
     forward: Forward | ActorCritic
@@ -57,7 +57,7 @@ class Method:
     noise: EmbeddingNoise | None = None
 
     def balancing_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return what routers added to the loss of an update with these metrics."""
+        """Compute the router loss contribution from an update's metrics."""
         if self.balancing is None:
             return 0.0
         return self.balancing.coefficient * metrics[AUXILIARY_LOSS]
@@ -65,13 +65,13 @@ class Method:
 
 @dataclass(slots=True)
 class MeanOverBatch:
-    """Means over all trained tokens (or units) of an optimizer batch, in float64, across micro-batches."""
+    """Accumulates means over trained tokens (or units) across micro-batches, in float64."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
-        """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
+        """Add a metric over ``mask`` (``count`` tokens) or ``count`` units, without device synchronization."""
         kept = values.detach()
         if mask is not None:
             kept = torch.where(mask, kept, torch.zeros_like(kept))
@@ -82,7 +82,7 @@ class MeanOverBatch:
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self, process_group: ProcessGroup = SINGLE_PROCESS, derive: Derive = dict) -> dict[str, float]:
-        """Return all means over all processes, with the metrics that are functions of several means (``derive``)."""
+        """Compute means across processes, adding derived metrics (``derive``)."""
         mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
         parts = process_group.gather([mine], "metrics")
         names = dict.fromkeys(name for part in parts for name in part)
@@ -98,7 +98,7 @@ class MeanOverBatch:
 
 
 def noise_of(options: TrainSection, step: int) -> EmbeddingNoise | None:
-    """Return the noise of an update on the embeddings; None without ``train.neftune_noise_alpha``."""
+    """Build embedding noise for an update; None without ``train.neftune_noise_alpha``."""
     if options.neftune_noise_alpha is None:
         return None
     from posttrain.models.forward.noise import EmbeddingNoise
@@ -107,10 +107,10 @@ def noise_of(options: TrainSection, step: int) -> EmbeddingNoise | None:
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
-    """The learning rate of update number ``step`` (1-based): linear warm-up, then the schedule.
+    """Compute the learning rate for update ``step`` (1-based): linear warmup, then schedule.
 
-    ``linear`` and ``cosine`` fall from ``lr``, at the first update behind the warm-up, towards ``lr * min_lr_ratio``,
-    which the update after the last one would have: no update is made at a rate of 0.
+    ``linear`` and ``cosine`` decay from ``lr`` in the first update after warmup to ``lr * min_lr_ratio``, reached one
+    update after the last, so no update uses a rate of 0.
     """
     if step <= options.warmup_steps:
         return options.lr * step / options.warmup_steps
@@ -135,14 +135,13 @@ def accumulate(
     idle_rows: IdleRows = "train",
     capture: Capture = NO_CAPTURE,
 ) -> tuple[float, dict[str, float]]:
-    """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
+    """Accumulate gradients for ``(values * weights).sum()`` over the whole batch into ``.grad``.
 
-    Each process of a ``process_group`` has the gradients of its share of the micro-batches, whose sum ``add_gradients``
-    takes; loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch
-    is split into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
-    objectives. Without ``learns`` it only measures: no gradients, no dropout. ``idle_rows``: what is done with rows
-    that cannot change the gradient (``idle_rows.py``). If they are skipped, the metrics are of the rows that are
-    computed. ``capture`` is given the results of each micro-batch.
+    Each process accumulates gradients for its micro-batches; ``add_gradients`` sums them. Returned loss and metrics
+    cover the whole batch. Gradients do not depend on micro-batch splits, row order or padding. A ``correction`` field
+    multiplies token objective values. With ``learns`` False, only metrics are computed, without gradients or dropout.
+    ``idle_rows``: treatment for rows without gradient (``idle_rows.py``); if skipped, metrics cover only computed
+    rows. ``capture`` receives results from each micro-batch.
     """
     batch.weights = _weigh(method.aggregate, batch, method.level)
     micro_batches = MicroBatching(options.micro_batch_tokens, options.micro_batch_rows, process_group)
@@ -167,7 +166,7 @@ def _accumulate(
     learns: bool = True,
     balanced: BalancedBatch | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Do the work of ``accumulate`` in these micro-batches; the loss is without that of the routers."""
+    """Accumulate over the given micro-batches; the returned loss excludes router losses."""
     forward, level = method.forward, method.level
     process_group = micro_batches.process_group
     device = next(forward.model.parameters()).device
@@ -212,7 +211,7 @@ def _accumulate(
 
 
 def _own_weights(part: Batch, values: Tensor, counts: bool) -> Tensor:
-    """The weights of a micro-batch in the type of its values; 0 of one that does not count."""
+    """Convert micro-batch weights to the value dtype; zeros if the micro-batch does not count."""
     assert part.weights is not None
     if not counts:
         return torch.zeros_like(values)
@@ -220,15 +219,15 @@ def _own_weights(part: Batch, values: Tensor, counts: bool) -> Tensor:
 
 
 def _add_up(mine: tuple[float, float, float], process_group: ProcessGroup) -> tuple[float, float, float]:
-    """The sums over all processes."""
+    """Sum over all processes."""
     first, second, third = zip(*process_group.gather([mine], "losses"), strict=True)
     return sum(first), sum(second), sum(third)
 
 
 def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple[Batch, list[int], bool]]:
-    """Yield the rows of an optimizer batch that gradients are computed of, with their places, then those only measured.
+    """Yield (rows, indices, True) for gradients, then (rows, indices, False) for metrics only.
 
-    Rows whose log-probabilities were not computed are not measured either, nor are rows that are only divided by.
+    Rows without computed log-probabilities are not measured. Rows that count only in denominators are skipped.
     """
     everywhere = list(range(batch.num_rows))
     if LEFT_OUT in batch.fields:
@@ -256,7 +255,7 @@ def _divide(method: Method, batch: Batch, idle_rows: IdleRows) -> Iterator[tuple
 
 
 def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> None:
-    """Every ``.grad`` becomes the sum over all processes; it stays None where no process has one."""
+    """Sum ``.grad`` over all processes; stays None if no process has a gradient."""
     if process_group.size == 1:
         return
     present = torch.tensor([float(p.grad is not None) for p in parameters])
@@ -269,28 +268,28 @@ def add_gradients(parameters: Sequence[Tensor], process_group: ProcessGroup) -> 
 
 
 def same_weights(parameters: Sequence[Tensor], process_group: ProcessGroup, when: str) -> None:
-    """Refuse to go on if the processes hold other weights than rank 0 (see ``same_digest``)."""
+    """Check that all processes hold the same weights as rank 0 (see ``same_digest``)."""
     if process_group.size > 1:
         same_digest(weights_digest(parameters), process_group, when)
 
 
 def same_digest(digest: list[int], process_group: ProcessGroup, when: str) -> None:
-    """Refuse to go on if the processes have other digests than rank 0.
+    """Check that all processes have the same digest as rank 0.
 
     Raises:
-        RunFailure: with the first rank that does.
+        RunFailure: with the first mismatched rank.
     """
     digests = process_group.gather([digest], "digests of the weights")
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise RunFailure(
-                f"{when}: rank {rank} of {process_group.size} holds other weights than rank 0, so the sums mean "
-                "nothing. All processes must load the same files and run on the same kind of machine"
+                f"{when}: rank {rank} of {process_group.size} has different weights than rank 0, so sums would be "
+                "wrong. All processes must load the same files and run on identical machines"
             )
 
 
 def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
-    """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
+    """Sum each tensor's bits as integers, which makes the result independent of summation order."""
     sums = []
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
@@ -300,9 +299,9 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) -> Tensor:
-    """Return the weights of the whole optimizer batch: one per token, or one per unit.
+    """Compute weights over the whole optimizer batch: one per token or per unit.
 
-    A token that a mask leaves out of the divisor has a weight of 0.
+    Tokens excluded from the denominator by a mask get weight 0.
     """
     mask = batch.unit_mask
     expected = mask.shape[:1]
@@ -317,7 +316,7 @@ def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) ->
     if getattr(weights, "shape", None) != expected:
         raise UsageError(
             f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
-            f"{tuple(mask.shape)}; it must give one weight per {level}"
+            f"{tuple(mask.shape)}; it must return one weight per {level}"
         )
     return weights
 
@@ -325,7 +324,7 @@ def _weigh(aggregate: Callable[[Tensor], Tensor], batch: Batch, level: Level) ->
 def _measure(
     means: MeanOverBatch, result: Loss, outputs: Outputs, part: Batch, level: Level, num_tokens: float
 ) -> None:
-    """Add the metrics of one micro-batch: the objective's own, and those that every method has."""
+    """Add micro-batch metrics: objective metrics and common ones."""
     over_tokens = (part.mask, num_tokens)
     over = over_tokens if level == "token" else (None, float(part.num_rows // part.rows_per_unit))
     for name, values in result.metrics.items():
@@ -342,9 +341,9 @@ def _measure(
 
 @contextmanager
 def _learning(method: Method, options: TrainSection, places: Sequence[int], part: Batch) -> Iterator[None]:
-    """An adapter's dropout, noise and recomputation, inside the block alone; sampling and scoring are without them.
+    """Enable adapter dropout, noise and recomputation inside the block only; sampling and scoring never use them.
 
-    ``places``: of the rows of ``part`` in the optimizer batch.
+    ``places``: row indices of ``part`` in the optimizer batch.
     """
     forward = method.forward
     named = forward.model.named_modules()
@@ -384,7 +383,7 @@ def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -
     if tuple(result.values.shape) != expected:
         raise UsageError(
             f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
-            f"{tuple(batch.mask.shape)}. It must give one value per {level} and leave the sum to the loop"
+            f"{tuple(batch.mask.shape)}. It must return one value per {level} without summing"
         )
     return result
 
@@ -398,13 +397,13 @@ def apply_update(
     step: int,
     apart: Sequence[Tensor] = (),
 ) -> float:
-    """Clip by global norm, step, clear gradients. Returns the gradient norm before clipping.
+    """Clip by global norm, step, and clear gradients. Returns the gradient norm before clipping.
 
-    ``apart``: parameters that share nothing with the others (a critic of its own). They are clipped by
-    their own norm, so that errors of the critic do not shorten the steps of the policy.
+    ``apart``: independent parameters (a separate critic), clipped by a separate norm, so critic errors do not shorten
+    policy steps.
 
     Raises:
-        NonFiniteLoss: loss or norm is not finite; the weights are as before.
+        NonFiniteLoss: loss or norm is not finite. Weights are unchanged.
     """
     gradients = ([p.grad for p in group if p.grad is not None] for group in (parameters, apart))
     norm, norm_apart = (float(whole(torch.nn.utils.get_total_norm(of))) for of in gradients)
@@ -413,7 +412,7 @@ def apply_update(
         critic = f", of the critic {norm_apart}" if apart else ""
         raise NonFiniteLoss(
             f"update {step}: loss {loss}, gradient norm {norm}{critic}. The weights were not changed. "
-            "Usual causes: a learning rate that is too high, or a reward of enormous size"
+            "Usual causes: learning rate too high, or huge rewards"
         )
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, torch.tensor(norm))

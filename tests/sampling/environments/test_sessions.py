@@ -33,7 +33,8 @@ def pool() -> Iterator[Pool]:
 def toolset(name: str, *tools: str):
     declare_code([f"example_environments:{one}" for one in (name, *tools)])
     return build_toolset(
-        Component(name=f"example_environments:{name}"), [f"example_environments:{one}" for one in tools]
+        Component(name=f"example_environments:{name}"),
+        [Component(name=f"example_environments:{one}") for one in tools],
     )
 
 
@@ -75,10 +76,10 @@ def test_tools_without_state(pool: Pool) -> None:
     session = begun(Session(toolset("Echo", "add"), pool, LONG))
     assert use(session, "add", "{}", {"a": 2, "b": 3}).result == "5"
     with refuses(RecipeError, "tools.0", "'add'"):
-        build_toolset(None, ["add"])
+        build_toolset(None, [Component(name="add")])
     declare_code("example_environments:add")
     with refuses(RecipeError, "tools.1", "'add'"):
-        build_toolset(None, ["example_environments:add"] * 2)
+        build_toolset(None, [Component(name="example_environments:add")] * 2)
 
 
 def test_a_tool_that_hangs_is_answered_and_its_environment_is_broken_when_it_is_needed_again(pool: Pool) -> None:
@@ -154,7 +155,7 @@ def test_a_stored_recipe_imports_no_environment() -> None:
     with refuses(UnallowedCode, "'unheard:Of'"):
         build_toolset(Component(name="unheard:Of"))
     with refuses(UnallowedCode, "tools.0", "'unheard:of'"):
-        build_toolset(None, ["unheard:of"])
+        build_toolset(None, [Component(name="unheard:of")])
 
 
 def test_the_class_of_the_guide_is_an_environment(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The verified parts on plain tensors and texts, for loops of other people; no run, no recipe."""
+"""Verified objectives, advantages, aggregations and graders for custom training loops. Needs neither run nor recipe."""

@@ -1,11 +1,11 @@
-"""The advantages on plain tensors: ``posttrain.advantages.normalized(rewards)``.
+"""Advantage estimators on plain tensors: ``posttrain.advantages.normalized(rewards)``.
 
-Per completion: ``rewards`` is ``[N, G]`` (N prompts, G samples each); or ``[B]`` with ``group``, the number of each
-row's prompt, in any order and of any sizes. The result has the shape of the rewards. ``gae`` and ``return_to_go`` take
-``(rewards, mask, values, final_values)`` per token, ``turn_normalized`` ``(rewards, taken)`` per turn, and ``gdpo``
-``(rewards, group, weights)`` per reward: ``[B, K]``, NaN where a reward says nothing of an answer.
+Per completion, ``rewards`` is ``[N, G]`` (N prompts, G samples each), or ``[B]`` with the prompt index of each row as
+``group``, in any order, with any group sizes. The output has the same shape. ``gae`` and ``return_to_go`` take
+``(rewards, mask, values, final_values)`` per token, ``turn_normalized`` takes ``(rewards, taken)`` per turn, and
+``gdpo`` takes ``(rewards, group, weights)`` with separate rewards ``[B, K]``, NaN if a reward does not apply.
 
-Everything is computed in float64, and returned in the type of the rewards (float32 for whole numbers).
+Computed in float64. The output has the input's floating-point dtype, or float32 for integer rewards.
 
 Examples:
     >>> advantages.centered(torch.tensor([1.0, 0.0, 0.0, 5.0, 7.0]), group=torch.tensor([0, 0, 0, 1, 1]))
@@ -47,10 +47,10 @@ def __dir__() -> list[str]:
 
 @cache
 def _advantage(name: str) -> Callable[..., Any]:
-    """Return the function of an advantage on plain tensors.
+    """Build the plain-tensor function for an advantage estimator.
 
     Raises:
-        AttributeError: there is no such advantage.
+        AttributeError: unknown estimator.
     """
     try:
         entry = find("advantage", name, "advantages")
@@ -107,17 +107,19 @@ def _per_completion(where: str, entry: Entry, arguments: dict[str, Any], options
     group = arguments["group"]
     if given.ndim == 2:
         if group is not None:
-            raise UsageError(f"{where}: group: rewards [N, G] have their groups in rows. Give rewards [B] with group")
+            raise UsageError(
+                f"{where}: group: rewards [N, G] are already grouped by row. Omit group, or give rewards [B]"
+            )
         if given.shape[1] < least:
             raise UsageError(f"{where}: rewards: {given.shape[1]} answers for a prompt. Give at least {least}")
         return _returned(entry.function(rewards, **options), given)
     if group is None:
-        raise UsageError(
-            f"{where}: group: rewards [B] need the number of each row's prompt. Give it, or rewards [N, G]"
-        )
+        raise UsageError(f"{where}: group: rewards [B] need a prompt index per row. Give group, or rewards [N, G]")
     numbers = checked(where, "group", group, (1,), "[B]").tolist()
     if len(numbers) != given.shape[0]:
-        raise UsageError(f"{where}: group: {len(numbers)} numbers for {given.shape[0]} rewards. Give one for each")
+        raise UsageError(
+            f"{where}: group: {len(numbers)} indices for {given.shape[0]} rewards. Give one index per reward"
+        )
     return _returned(_by_group(where, entry, rewards, numbers, least, options), given)
 
 
@@ -153,11 +155,11 @@ def _by_group(
     if len(sizes) == 1:
         order = torch.tensor(list(places.values()))
         result[order] = entry.function(rewards[order], **options)
-    elif least > 1:  # relative to its own group alone
+    elif least > 1:  # computed within each group
         for rows in places.values():
             result[rows] = entry.function(rewards[rows][None], **options)[0]
     elif options.get("center") == "group":
-        raise UsageError(f"{where}: group: with center='group' all groups have one size, not {sorted(sizes)}")
+        raise UsageError(f"{where}: group: center='group' needs groups of equal size, not {sorted(sizes)}")
     else:
         result = entry.function(rewards[None], **options)[0]
     return result
@@ -169,11 +171,11 @@ def _per_token(where: str, entry: Entry, arguments: dict[str, Any], options: dic
     given = checked_numbers(where, "rewards", arguments["rewards"], shape, device, "[B, T]")
     if arguments["values"] is None:
         if "old_values" in entry.traits.get("needs", ()):
-            raise UsageError(f"{where}: values: they are needed. Give the critic's values, [B, T]")
+            raise UsageError(f"{where}: values: missing. Give critic values [B, T]")
         arguments["values"] = torch.zeros_like(given)
     if arguments["final_values"] is None:
         if options.get("bootstrap"):
-            raise UsageError(f"{where}: final_values: with bootstrap=True they are needed. Give them, [B]")
+            raise UsageError(f"{where}: final_values: missing, but bootstrap=True requires them. Give values [B]")
         arguments["final_values"] = torch.zeros(shape[0], device=device)
     values = checked_numbers(where, "values", arguments["values"], shape, device, "[B, T]")
     final = checked_numbers(where, "final_values", arguments["final_values"], shape[:1], device, "[B]")

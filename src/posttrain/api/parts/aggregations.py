@@ -1,10 +1,10 @@
-"""The aggregations on plain tensors: weights of the sum that is the loss, ``posttrain.aggregations.token_mean(mask)``.
+"""Loss aggregations on plain tensors: weights to sum with, ``posttrain.aggregations.token_mean(mask)``.
 
-Take the weights over the whole optimizer batch, then split rows and weights into micro-batches: the sum of the
-micro-batches' ``(values * weights).sum()`` is then the loss, however they were split. Nothing else divides.
+Compute weights over the whole optimizer batch first, then split rows and weights into micro-batches. Summing
+``(values * weights).sum()`` over micro-batches gives the loss for any split, without further normalization.
 
-``mask`` is ``[B, T]``, True where a token is trained; weights are ``float64 [B, T]``, 0 outside of the mask (float32 on
-an Apple GPU, which has no float64). ``unit_mean`` takes one row per unit and gives ``[U]``.
+``mask`` is ``[B, T]``, True for trained tokens. Weights are ``float64 [B, T]``, 0 outside the mask (float32 on Apple
+GPUs, which lack float64). ``unit_mean`` takes one row per unit and returns ``[U]``.
 
 Examples:
     >>> aggregations.token_mean(torch.tensor([[0, 1, 1], [0, 1, 0]]))
@@ -38,10 +38,10 @@ def __dir__() -> list[str]:
 
 @cache
 def _aggregation(name: str) -> Callable[..., Tensor]:
-    """Return the function of an aggregation on plain tensors.
+    """Build the plain-tensor function for an aggregation.
 
     Raises:
-        AttributeError: there is no such aggregation.
+        AttributeError: unknown aggregation.
     """
     try:
         entry = find("aggregation", name, "aggregations")

@@ -1,12 +1,12 @@
-"""The objectives on plain tensors: ``posttrain.losses.grpo(logprobs, old_logprobs=..., advantages=..., mask=...)``.
+"""Objectives on plain tensors: ``posttrain.losses.grpo(logprobs, old_logprobs=..., advantages=..., mask=...)``.
 
-Each function has the name of the objective, and returns ``Loss(values, metrics)``: one value per token, ``[B, T]``, or
-per pair or row, ``[U]``. It never reduces. ``(loss.values * weights).sum()`` is the number to differentiate, with the
-weights of ``posttrain.aggregations``.
+Each function is named after its objective, and returns ``Loss(values, metrics)`` without reduction: values ``[B, T]``
+per token, or ``[U]`` per pair or row. Differentiate ``(loss.values * weights).sum()``, with weights from
+``posttrain.aggregations``.
 
-``x[b, t]`` describes the token at t. ``mask`` is True where a token is trained; what other places hold, NaN too, is not
-read and gets no gradient, and values there are 0. ``dir(posttrain.losses)`` lists the functions, ``help`` says the
-equation, the options and the paper of one.
+``x[b, t]`` describes the token at position t. ``mask`` is True for trained tokens. Other positions are ignored, even
+if NaN: they receive zero loss and zero gradient. ``dir(posttrain.losses)`` lists all functions. ``help`` shows the
+equation, options and paper.
 
 Examples:
     >>> loss = losses.grpo(logprobs, old_logprobs=old, advantages=advantages, mask=mask, clip_high=0.28)
@@ -35,9 +35,9 @@ from posttrain.errors import UnknownComponent, UsageError
 from posttrain.registry import Entry, find, names
 from posttrain.types import Batch, Loss, Outputs
 
-# Batch fields with one number for each row; ``advantages`` may be one, too.
+# Batch fields with one value per row. ``advantages`` may be per row or per token.
 ROW_FIELDS = ("labels", "margins", "kl_baseline", "has_feedback", "transport_shift")
-# Batch fields that tell the trainer what to compute, and that no objective reads.
+# Batch fields read by the trainer, never by objectives.
 NOT_READ = ("teacher_ids",)
 _SHAPES = {"candidate_logprobs": "[B, T, K]", "teacher_candidate_logprobs": "[B, T, K]"}
 
@@ -54,10 +54,10 @@ def __dir__() -> list[str]:
 
 @cache
 def _loss(name: str) -> Callable[..., Loss]:
-    """Return the function of an objective on plain tensors.
+    """Build the plain-tensor function for an objective.
 
     Raises:
-        AttributeError: there is no such objective.
+        AttributeError: unknown objective.
     """
     try:
         entry = find("objective", name, "losses")
@@ -76,7 +76,7 @@ def _loss(name: str) -> Callable[..., Loss]:
 
 
 def _outputs_of(entry: Entry) -> tuple[str, ...]:
-    """Return what an objective reads of a forward pass."""
+    """List forward-pass outputs that an objective reads."""
     head = entry.traits.get("head")
     needs = entry.traits.get("needs", ())
     if head == "score":
@@ -89,7 +89,7 @@ def _outputs_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _optional(entry: Entry) -> dict[str, str]:
-    """Return the tensors that are read if an option is set: the option, by the tensor's name."""
+    """Map each optional tensor to the option that requires it."""
     found = {field: option for option, field in entry.traits.get("optional_needs", {}).items()}
     if "old_logprobs" in found and "logprobs" not in _outputs_of(entry):
         found["logprobs"] = found["old_logprobs"]
@@ -101,7 +101,7 @@ def _fields_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _options_of(entry: Entry) -> list[inspect.Parameter]:
-    """Return the options that the function reads; others are of the choice of tokens in a batch."""
+    """List function options, without options for token selection in a batch."""
     of_batch = entry.traits.get("of_batch", ())
     return [one for one in option_parameters(entry.function) if one.name not in of_batch]
 
@@ -125,7 +125,9 @@ def _compute(entry: Entry, arguments: Mapping[str, Any]) -> Loss:
     if entry.traits["level"] == "pair":
         rows_per_unit = 2
         if mask.shape[0] % 2:
-            raise UsageError(f"{where}: mask: it has {mask.shape[0]} rows. Give pairs: chosen, rejected, chosen, ...")
+            raise UsageError(
+                f"{where}: mask: {mask.shape[0]} is an odd number of rows. Give pairs: chosen, rejected, chosen, ..."
+            )
     tensors = {}
     for name in (*_outputs_of(entry), *_fields_of(entry)):
         tensors[name] = _read(where, name, arguments[name], mask, int(options.get("num_classes", 1)))
@@ -133,9 +135,7 @@ def _compute(entry: Entry, arguments: Mapping[str, Any]) -> Loss:
     for name, option in _optional(entry).items():
         is_read = bool(options[option])
         if is_read and arguments[name] is None:
-            raise UsageError(
-                f"{where}: {name}: with {option}={options[option]!r} it is needed. Give it, or unset {option}"
-            )
+            raise UsageError(f"{where}: {name}: required with {option}={options[option]!r}. Give it, or unset {option}")
         if arguments[name] is not None:
             tensors[name] = _read(where, name, arguments[name], mask)
     outputs = Outputs(
@@ -156,13 +156,13 @@ def _check_candidates(where: str, tensors: Mapping[str, Tensor]) -> None:
     teacher = tensors["teacher_candidate_logprobs"]
     if student.shape != teacher.shape:
         raise UsageError(
-            f"{where}: teacher_candidate_logprobs: its shape is {tuple(teacher.shape)}, and that of "
-            f"candidate_logprobs {tuple(student.shape)}. Give both of the same K candidates"
+            f"{where}: teacher_candidate_logprobs: the shape is {tuple(teacher.shape)}, but "
+            f"candidate_logprobs has {tuple(student.shape)}. Give the same K candidates for both"
         )
 
 
 def _read(where: str, name: str, value: object, mask: Tensor, num_classes: int = 1) -> Tensor:
-    """Return a tensor with 0 outside of the mask; one number per row of ``advantages`` is spread over its tokens."""
+    """Check a tensor and zero it outside the mask. Per-row ``advantages`` are expanded to all tokens."""
     rows = mask.shape[0]
     is_per_row = isinstance(value, Tensor) and value.ndim == 1
     if name in ROW_FIELDS or (name == "advantages" and is_per_row):
@@ -180,7 +180,7 @@ def _read(where: str, name: str, value: object, mask: Tensor, num_classes: int =
 
 
 def plain_batch(mask: Tensor, fields: dict[str, Tensor], rows_per_unit: int = 1) -> Batch:
-    """Return a batch that holds a mask and fields; objectives read nothing else."""
+    """Build a minimal batch with mask and fields, enough for any objective."""
     rows, width = mask.shape
     device = mask.device
     return Batch(
@@ -195,13 +195,13 @@ def plain_batch(mask: Tensor, fields: dict[str, Tensor], rows_per_unit: int = 1)
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, *, mask: Tensor, estimator: surrogate.KlEstimator = "k3") -> Tensor:
-    """Estimate KL(π‖π_ref) at each sampled token: k1, k2 or k3 of Schulman (2020), with the log-ratio within ±20.
+    """Estimate KL(π‖π_ref) at each sampled token: k1, k2 or k3 from Schulman (2020), log-ratio clamped to ±20.
 
-    Shapes: logprobs, ref_logprobs, mask ``[B, T]`` → ``[B, T]``, 0 outside of the mask. In a loss its gradient counts,
-    which is that of the KL for k2 only (``regularize`` says more).
+    Shapes: logprobs, ref_logprobs, mask ``[B, T]`` → ``[B, T]``, 0 outside the mask. As a loss, only k2 has the
+    gradient of KL(π‖π_ref); see ``regularize``.
 
     Raises:
-        UsageError: a tensor of another shape or device, or an unknown estimator.
+        UsageError: a tensor with the wrong shape or device, or an unknown estimator.
     """
     where = "losses.kl"
     check_part_options(where, kl, {"estimator": estimator})
@@ -223,23 +223,24 @@ def regularize(
     kl_estimator: surrogate.PenaltyEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Loss:
-    """Return a loss per token with ``β · kl − c_H · H``.
+    """Add ``β · kl − c_H · H`` to a per-token loss.
 
-    Shapes: logprobs, ref_logprobs, old_logprobs, entropy, mask ``[B, T]``. ``kl_coef`` is β; it takes logprobs and
-    ref_logprobs, and for ``k3_weighted`` old_logprobs.
-    ``entropy_coef`` is c_H, in nats; it takes the entropy of each token's distribution, with its gradient. The gradient
-    of k1 has expectation 0, that of k2 is that of KL(π‖π_ref), that of k3 is that of KL(π_ref‖π); published GRPO has
-    k3.
+    Shapes: logprobs, ref_logprobs, old_logprobs, entropy, mask ``[B, T]``. ``kl_coef`` is β and requires logprobs and
+    ref_logprobs, plus old_logprobs with ``k3_weighted``. ``entropy_coef`` is c_H and requires the entropy of each
+    token distribution in nats, differentiable.
+
+    The k1 gradient has expectation 0, k2 gives the gradient of KL(π‖π_ref), k3 the gradient of KL(π_ref‖π). Published
+    GRPO uses k3.
 
     Raises:
-        UsageError: a coefficient without its tensors, or a tensor of another shape or device.
+        UsageError: a coefficient without required tensors, or a tensor with the wrong shape or device.
     """
     where = "losses.regularize"
     check_part_options(where, surrogate.with_regularizers, {"kl_coef": kl_coef, "kl_estimator": kl_estimator})
     check_part_options(where, surrogate.with_regularizers, {"entropy_coef": entropy_coef})
     trained = checked_mask(where, "mask", mask)
     if not isinstance(loss, Loss):
-        raise UsageError(f"{where}: loss: {type(loss).__name__} is no loss. Give what losses.NAME returned")
+        raise UsageError(f"{where}: loss: {type(loss).__name__} is not a loss. Give the result of losses.NAME")
     fields: dict[str, Tensor] = {}
     policy = torch.zeros_like(loss.values)
     if kl_coef != 0.0:

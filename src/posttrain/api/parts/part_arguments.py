@@ -1,6 +1,6 @@
-"""Arguments of the parts: tensors of a shape, options within their range; a wrong one is refused by name.
+"""Argument checks for the plain-tensor functions: tensor shapes, option types and ranges.
 
-Nothing here takes pydantic: the parts need torch, and grading not even that.
+No pydantic here: these functions need only torch, and grading not even that.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ _PHRASES = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less th
 
 
 def bind_arguments(where: str, signature: inspect.Signature, given: Sequence[object], named: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call by name, with defaults.
+    """Bind call arguments by name and apply defaults.
 
     Raises:
-        UsageError: one is missing, unknown or given twice.
+        UsageError: a missing, unknown or repeated argument.
     """
     parameters = signature.parameters
     for name in named:
         if name not in parameters:
             near = nearest(name, parameters)
             hint = f" Did you mean {near!r}?" if near else ""
-            raise UsageError(f"{where}: it takes no argument {name!r}.{hint} It takes {', '.join(parameters)}")
+            raise UsageError(f"{where}: unknown argument {name!r}.{hint} Known arguments: {', '.join(parameters)}")
     try:
         bound = signature.bind(*given, **named)
     except TypeError as error:
-        raise UsageError(f"{where}: {error}. It takes {', '.join(parameters)}") from None
+        raise UsageError(f"{where}: {error}. Arguments: {', '.join(parameters)}") from None
     bound.apply_defaults()
     return bound.arguments
 
 
 def option_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keyword-only parameters of a component: its options."""
+    """List keyword-only parameters, which are the component's options."""
     parameters = inspect.signature(function).parameters.values()
     return [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def check_part_options(where: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
-    """Refuse an option of another type or outside of its range.
+    """Check option types and ranges.
 
     Raises:
-        UsageError: with the option's name, what it may be, and what was given.
+        UsageError: includes the option name, allowed values and the given value.
     """
     hints = get_type_hints(function, include_extras=True)
     for name, value in options.items():
         fault = find_fault(hints.get(name, Any), value)
         if fault is not None:
-            raise UsageError(f"{where}: {name}: it must be {fault}, not {_shown(value)}")
+            raise UsageError(f"{where}: {name}: must be {fault}, not {_shown(value)}")
 
 
 def _shown(value: object) -> str:
-    """Return a short plain value as Python writes it; of anything else the type, whose own text may be code."""
+    """Format a short plain value with ``repr``. Other objects show only their type, because ``repr`` may run code."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         text = repr(value)
         if len(text) <= _SHOWN_CHARS:
@@ -70,7 +70,7 @@ def _shown(value: object) -> str:
 
 
 def find_fault(annotation: Any, value: object) -> str | None:
-    """Return what a value must be, if it is not what an annotation says; else None."""
+    """Describe the required value if it does not match an annotation; None if it matches."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *marks = get_args(annotation)
@@ -94,7 +94,7 @@ def find_fault(annotation: Any, value: object) -> str | None:
 
 
 def _fault_of_items(annotation: Any, value: object) -> str | None:
-    """Return what a sequence must be; among numbers True and False count as 1 and 0, and infinity is one."""
+    """Describe the required sequence. In number lists, True and False count as 1 and 0, and infinity is allowed."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return "a list"
     for item in value:
@@ -140,50 +140,50 @@ def _outside(limits: Range, value: object) -> str | None:
 
 
 def checked_tensor(where: str, name: str, value: object, num_dimensions: tuple[int, ...], shape_text: str) -> Tensor:
-    """Return the argument, a tensor with one of the numbers of dimensions.
+    """Check a tensor argument and its number of dimensions.
 
     Raises:
-        UsageError: it is no tensor, or of another shape.
+        UsageError: not a tensor, or the wrong number of dimensions.
     """
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise UsageError(f"{where}: {name}: {type(value).__name__} is no tensor. Give one of shape {shape_text}")
+        raise UsageError(f"{where}: {name}: {type(value).__name__} is not a tensor. Give a tensor {shape_text}")
     if value.ndim not in num_dimensions:
-        raise UsageError(f"{where}: {name}: its shape is {tuple(value.shape)}. Give {shape_text}")
+        raise UsageError(f"{where}: {name}: the shape is {tuple(value.shape)}. Give {shape_text}")
     return value
 
 
 def checked_numbers(
     where: str, name: str, value: object, expected: Sequence[int], device: torch.device, shape_text: str
 ) -> Tensor:
-    """Return the argument, a tensor of real numbers on the device.
+    """Check a tensor argument with real numbers on the given device.
 
-    Its shape is ``expected``, followed by a size of any kind where ``shape_text`` says more dimensions.
+    The shape must be ``expected``. If ``shape_text`` lists more dimensions, they can have any size.
 
     Raises:
-        UsageError: it is no tensor, of another shape or kind, or on another device.
+        UsageError: not a tensor, or wrong shape, dtype or device.
     """
     tensor = checked_tensor(where, name, value, (shape_text.count(",") + 1,), shape_text)
     if tuple(tensor.shape[: len(expected)]) != tuple(expected):
         raise UsageError(
-            f"{where}: {name}: its shape is {tuple(tensor.shape)}, and the mask's rows and tokens are "
+            f"{where}: {name}: the shape is {tuple(tensor.shape)}, but the mask needs "
             f"{tuple(expected)}. Give {shape_text}"
         )
     if tensor.is_complex():
-        raise UsageError(f"{where}: {name}: it holds {tensor.dtype}. Give real numbers")
+        raise UsageError(f"{where}: {name}: the dtype is {tensor.dtype}. Give real numbers")
     if tensor.device != device:
         raise UsageError(
-            f"{where}: {name}: it is on {tensor.device}, and the mask on {device}. Give both on one device"
+            f"{where}: {name}: the tensor is on {tensor.device}, the mask on {device}. Move both to the same device"
         )
     return tensor
 
 
 def checked_mask(where: str, name: str, value: object, shape_text: str = "[B, T]") -> Tensor:
-    """Return a mask as ``bool [B, T]``; 0 and 1 of another type are taken.
+    """Convert a mask to ``bool [B, T]``. Other dtypes with values 0 and 1 are accepted.
 
     Raises:
-        UsageError: it is no such tensor, or holds other numbers.
+        UsageError: not a mask tensor, or values other than 0 and 1.
     """
     import torch
 
@@ -191,5 +191,5 @@ def checked_mask(where: str, name: str, value: object, shape_text: str = "[B, T]
     if mask.dtype == torch.bool:
         return mask
     if bool(((mask != 0) & (mask != 1)).any()):
-        raise UsageError(f"{where}: {name}: it holds other numbers than 0 and 1. Give a mask, True where trained")
+        raise UsageError(f"{where}: {name}: contains values other than 0 and 1. Give a mask, True for trained tokens")
     return mask != 0

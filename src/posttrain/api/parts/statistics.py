@@ -1,9 +1,9 @@
-"""The statistics of held-out numbers, ``posttrain.statistics``: intervals, pass@k, paired tests, voting, ranking.
+"""Statistics for held-out results, ``posttrain.statistics``: intervals, pass@k, paired tests, voting, ranking.
 
 ``pass_at_k``, ``wilson_interval``, ``item_interval``, ``standard_error``, ``mcnemar_p``, ``majority_at_k``,
-``pair_wins``, ``area_under_curve`` and ``best_of_n`` take the standard library alone; ``paired_bootstrap``,
-``half_width`` and ``summarize_seeds`` take numpy, as do those of methods that are compared over seeds and problems
-(``interquartile_mean``, ``crossed_mean``, ``holm``, ...), but for ``mean_height`` and ``steps_to``.
+``pair_wins``, ``area_under_curve``, ``best_of_n``, ``mean_height`` and ``steps_to`` need only the standard library.
+``paired_bootstrap``, ``half_width``, ``summarize_seeds`` and method comparisons over seeds and problems
+(``interquartile_mean``, ``crossed_mean``, ``holm``, ...) need numpy.
 
 Examples:
     >>> statistics.wilson_interval(30, 100)
@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
-    """Return a function that refuses arguments of other types by name; arrays and tensors are taken as lists.
+    """Wrap a function with argument type checks; arrays and tensors are converted to lists.
 
-    ``shares``: the argument whose numbers are from 0 to 1.
+    ``shares``: argument whose numbers must be between 0 and 1.
     """
     signature = inspect.signature(function)
     where = f"statistics.{function.__name__}"
@@ -44,7 +44,7 @@ def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
         check_part_options(where, function, arguments)
         for share in arguments.get(shares, ()):
             if not 0 <= share <= 1:
-                raise UsageError(f"{where}: {shares}: {share} is no share. Give numbers from 0 to 1")
+                raise UsageError(f"{where}: {shares}: {share} is out of range. Give numbers from 0 to 1")
         try:
             return function(**arguments)  # type: ignore[call-arg]
         except (TypeError, ValueError, IndexError) as error:
@@ -54,7 +54,7 @@ def _checked(function: Callable[P, R], shares: str = "") -> Callable[P, R]:
 
 
 def _checked_arrays(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that refuses, by its name, what no array of numbers can be made of."""
+    """Wrap a function with checks for integer counts; array conversion errors become UsageErrors."""
     signature = inspect.signature(function)
     where = f"statistics.{function.__name__}"
 
@@ -64,7 +64,9 @@ def _checked_arrays(function: Callable[P, R]) -> Callable[P, R]:
         for count in ("seed", "num_resamples"):
             value = arguments.get(count, 0)
             if isinstance(value, bool) or not isinstance(value, Integral):
-                raise UsageError(f"{where}: {count}: {type(value).__name__} is no whole number. Give one, such as 0")
+                raise UsageError(
+                    f"{where}: {count}: {type(value).__name__} is not an integer. Give an integer, such as 0"
+                )
         try:
             return function(**arguments)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Conversations with models, replies token by token: ``posttrain chat`` in a terminal; the studio uses them, too."""
+"""Conversations with streamed replies, for ``posttrain chat`` in a terminal and for the studio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.sampling.native.stream import stream
 from posttrain.terminal.console import Text, open_console, say_template
 from posttrain.types import Finish, Message
 
-HELP = "/reset forgets the conversation; /quit leaves, as does the end of the input; Ctrl-C stops a reply"
+HELP = "/reset clears the conversation; /quit or end of input exits; Ctrl-C stops a reply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Controls:
 
 @dataclass(slots=True)
 class ChatSession:
-    """Messages with one model. A reply is a function of the messages, the controls and how many replies there were.
+    """A conversation with a model. Replies are determined by messages, controls and the number of earlier replies.
 
-    ``steering``: a change of the model's activations while it replies. ``text``, ``logprobs``, ``finish``: the newest
-    reply so far, with the block of thinking that its prompt opened.
+    ``steering``: activation change applied during replies. ``text``, ``logprobs``, ``finish``: the latest reply so
+    far, including a thinking block opened by the prompt.
     """
 
     sampler: OpenedModel
@@ -71,7 +71,7 @@ class ChatSession:
         self.num_replies = 0
 
     def set_system(self, content: str) -> None:
-        """Put a system message above everything, in the place of an earlier one; none if it is blank."""
+        """Set or replace the system message; a blank text removes it."""
         rest = [message for message in self.messages if message.role != "system"]
         if content.strip():
             self.messages = [Message("system", content), *rest]
@@ -79,13 +79,13 @@ class ChatSession:
             self.messages = rest
 
     def reply(self, content: str) -> Iterator[str]:
-        """Yield the reply to a message: the text that each token adds, maybe none.
+        """Stream a reply: yields the text added by each token, possibly empty.
 
-        The conversation remembers both once the reply is complete or the iterator is closed; a reply that fails
-        leaves it as it was. Between two tokens the model is not steered, and may serve others.
+        Message and reply are stored once the reply is complete or the iterator is closed. After a failed reply, the
+        conversation is unchanged. Steering is removed between tokens, so the model can be shared.
 
         Raises:
-            UsageError: a blank message, or a conversation that has no room left in the model's context.
+            UsageError: a blank message, or no room left in the model's context.
         """
         self.text = ""
         self.logprobs = []
@@ -131,14 +131,14 @@ class ChatSession:
         return self.steering.applied()
 
     def _remember(self, turns: list[Message]) -> None:
-        """Keep an answer without the reasoning that led to it, as chat templates do."""
+        """Store a reply without reasoning, as chat templates do."""
         reply = self.answer_of(self.text)
         self.num_replies += 1
         if reply.strip():
             self.messages = [*turns, Message("assistant", reply)]
 
     def answer_of(self, text: str) -> str:
-        """Return a reply without its reasoning: the tagged answer, or what follows the thinking."""
+        """Strip reasoning from a reply: keep the tagged answer, or the text after the thinking block."""
         template = self.sampler.grader.template
         if template.tags:
             return template.extract(text) or text.removeprefix(template.opening)
@@ -146,7 +146,7 @@ class ChatSession:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Load the models, then answer line by line until ``/quit`` or the end of the input."""
+    """Load models, then reply line by line until ``/quit`` or end of input."""
     controls = Controls(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_tokens, arguments.seed)
     template = chosen_components(arguments).get("template")
     sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
@@ -180,7 +180,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def speak(console: Console, conversations: Sequence[ChatSession], content: str) -> None:
-    """Print every model's reply, one below the other; a model that cannot reply says why."""
+    """Print each model's reply in turn; if a model cannot reply, print the reason."""
     for conversation in conversations:
         label = conversation.sampler.label
         if len(conversations) > 1:
@@ -189,7 +189,7 @@ def speak(console: Console, conversations: Sequence[ChatSession], content: str) 
         try:
             for text in texts:
                 console.print(Text(text), end="", soft_wrap=True)
-        except KeyboardInterrupt:  # the reply is kept as far as it came
+        except KeyboardInterrupt:  # keep the partial reply
             texts.close()  # type: ignore[attr-defined]
         except PosttrainError as error:
             console.print(Text(f"{label}: {error}", style="red"))

@@ -1,4 +1,4 @@
-"""Values of the studio's fields as a browser posts them: null for a field that was emptied or never shown."""
+"""Parsing of studio form values. Browsers post null for emptied fields and fields never shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_WHOLE = 2**53  # a browser's numbers are exact up to here
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """The values of the chat's fields. ``sae``, ``judge`` and a model may be ``NOBODY``."""
+    """Chat form values. ``sae``, ``judge`` and models may be ``NOBODY``."""
 
     question: str
     models: tuple[str, str]
@@ -29,10 +29,10 @@ class ChatForm:
 
 
 def read_chat(values: Sequence[object]) -> ChatForm:
-    """Read the fields in the order in which the page sends them.
+    """Parse the fields in page order.
 
     Raises:
-        UsageError: a number that is out of range, with the name of its field.
+        UsageError: a number out of range. The message includes the field name.
     """
     question, left, right, judge, system, temperature, top_p, longest, seed, sae, features, side = values
     defaults = Controls()
@@ -55,17 +55,17 @@ def read_chat(values: Sequence[object]) -> ChatForm:
 
 
 def read_text(value: object) -> str:
-    """Return the text of a field; empty for null."""
+    """Convert a field to text; null becomes empty."""
     if value is None:
         return ""
     return str(value)
 
 
 def read_number(value: object, name: str, default: float, least: float, most: float) -> float:
-    """Return the number of a field; the default for an empty one.
+    """Parse a number field; empty selects the default.
 
     Raises:
-        UsageError: no number from ``least`` to ``most``.
+        UsageError: not a number between ``least`` and ``most``.
     """
     if is_empty(value):
         return default
@@ -76,26 +76,26 @@ def read_number(value: object, name: str, default: float, least: float, most: fl
 
 
 def read_whole(value: object, name: str, default: int | None) -> int | None:
-    """Return the whole number of a field; the default for an empty one.
+    """Parse an integer field; empty selects the default.
 
     Raises:
-        UsageError: no whole number from 0 to ``LARGEST_WHOLE``.
+        UsageError: not an integer between 0 and ``LARGEST_WHOLE``.
     """
     if is_empty(value):
         return default
     number = _number_of(value)
     if not 0 <= number <= LARGEST_WHOLE or not number.is_integer():
-        raise UsageError(f"{name}: {shown(str(value))} is not a whole number of at least 0")
+        raise UsageError(f"{name}: {shown(str(value))} is not a whole number, 0 or more")
     return int(number)
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a field holds nothing."""
+    """Check if a field is blank."""
     return read_text(value).strip() == ""
 
 
 def _number_of(value: object) -> float:
-    """Return a number, or one that is typed as text; NaN for everything else."""
+    """Convert a number or numeric text to float; NaN otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""``posttrain studio``: a Gradio page on this machine to chat with one or two models and to read rollouts."""
+"""``posttrain studio``: a local Gradio page for chatting with models and browsing rollouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ USER = "studio"
 EXAMPLE = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
 TRAINING = "training"
 SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
-# The columns of the table of rollouts, with their widths in pixels.
+# Columns of the rollout table, with widths in pixels.
 COLUMNS = {
     "step": 70,
     "prompt": 340,
@@ -52,18 +52,18 @@ COLUMNS = {
     "correct answer": 160,
 }
 MAX_ROLLOUTS = 200
-CSS = ".talk .message-content .md { white-space: pre-wrap; }"  # spaces and line breaks as they were written
-NARROW = 300  # pixels; a narrower page has one column
+CSS = ".talk .message-content .md { white-space: pre-wrap; }"  # keep original spaces and line breaks
+NARROW = 300  # pixels; narrower pages use a single column
 NEWEST = "the newest"
 CHOOSE_RUN = "choose a run"
-TOKENS_PER_UPDATE = 4  # of each model: to draw the page for every token would take longer than to sample it
+TOKENS_PER_UPDATE = 4  # per model, because rendering the page takes longer than sampling a token
 
 
 def run_studio(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UsageError: another host than this machine without ``--token``; a port that cannot be served.
+        UsageError: a public host without ``--token``, or an unusable port.
         MissingExtra: gradio is not installed.
     """
     host = arguments.host
@@ -89,12 +89,12 @@ def run_studio(arguments: argparse.Namespace) -> int:
 
 
 def guard_studio(page: Any, host: str, token: str | None = None) -> Access:
-    """Return the page as an ASGI application that answers its own page only.
+    """Wrap the page as an ASGI application that rejects cross-origin requests.
 
     Args:
-        page: what ``build_studio`` returns.
-        host: address that the server listens on.
-        token: password of the login; None: no login.
+        page: result of ``build_studio``.
+        host: listening address.
+        token: login password; None disables the login.
     """
     gradio = _import_gradio()
     from fastapi import FastAPI
@@ -134,10 +134,10 @@ def _import_gradio() -> ModuleType:
 
 
 class Library:
-    """The models, reward models, dictionaries and runs that the page offers; no other name is opened.
+    """Models, reward models, dictionaries and runs offered on the page. Other names are rejected.
 
     Args:
-        models, saes: names that the studio was started with, besides the runs.
+        models, saes: extra names from the command line, in addition to runs.
     """
 
     def __init__(self, models: Sequence[str], runs_dir: str | Path, saes: Sequence[str] = ()) -> None:
@@ -148,10 +148,10 @@ class Library:
         self.reward_model = cache(self._open_reward_model)
 
     def snapshots(self, *, trains_scorer: bool) -> dict[str, str]:
-        """Return runs (``grpo``) and their checkpoints (``grpo, step 40``), each with the name or path that opens it.
+        """List runs (``grpo``) and checkpoints (``grpo, step 40``), mapped to a run name or path.
 
         Args:
-            trains_scorer: those of reward models, or all others.
+            trains_scorer: list reward models if True, otherwise all other runs.
         """
         kept: dict[str, str] = {}
         for name in every_run_name(self.runs_dir):
@@ -167,20 +167,22 @@ class Library:
         return kept
 
     def models(self) -> dict[str, str]:
-        """Return the models that write answers, by what opens them."""
+        """List generative models, mapped to a name or path."""
         own = self.snapshots(trains_scorer=False)
         return {name: name for name in self.named_models} | own | {name: name for name in EMBEDDED_MODELS}
 
     def dictionaries(self) -> list[str]:
-        """Return the sparse autoencoders."""
+        """List sparse autoencoders."""
         trained = [name for name in run_names(self.runs_dir) if has_sae(self.runs_dir / name)]
         return list(dict.fromkeys([*self.named_saes, *trained]))
 
     def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[object]]:
-        """Return the newest rollouts of a run as rows of ``COLUMNS``."""
+        """Load the newest rollouts from a run as table rows (``COLUMNS``)."""
         path = self.runs_dir / check_offered(run, every_run_name(self.runs_dir), "run") / "rollouts.db"
         if not path.is_file():
-            raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
+            raise UsageError(
+                f"run {run!r} has no rollouts: training used fixed data, and no evaluation sampled answers"
+            )
         wanted: dict[str, Any] = {"text": text or None, "limit": MAX_ROLLOUTS, "newest_first": step is None}
         with RolloutStore(path, read_only=True) as store:
             if kind == TRAINING:
@@ -211,26 +213,26 @@ class Library:
 
 
 def check_offered(name: str, offered: Collection[str], kind: str) -> str:
-    """Return the name, if the page offers it.
+    """Check that the page offers a name.
 
     Raises:
-        UsageError: it does not.
+        UsageError: unknown name.
     """
     if name not in offered:
-        raise UsageError(f"{name!r}: this page offers no {kind} of that name; start the studio with it")
+        raise UsageError(f"{name!r}: unknown {kind} on this page; pass it when starting the studio")
     return name
 
 
 @dataclass
 class Side:
-    """One side of the chat: a conversation with its replies so far, and facts about the newest."""
+    """One chat column: conversation, displayed history, and facts about the latest reply."""
 
     conversation: ChatSession
     history: list[dict[str, str]] = field(default_factory=list)
     info: str = ""
 
     def speak(self, question: str) -> Iterator[None]:
-        """Extend the reply token by token; a model that cannot reply says why in ``info``."""
+        """Stream a reply into the history. If the model cannot reply, ``info`` holds the reason."""
         self.info = ""
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
         try:
@@ -252,12 +254,12 @@ def stream_replies(
     judge: str = NOBODY,
     steering: tuple[str, str, str] = (NOBODY, "", "left"),
 ) -> Iterator[list[Side]]:
-    """Yield the sides again and again while the replies grow; other models than before begin new conversations.
+    """Stream replies on all sides, yielding after updates. Changing models starts new conversations.
 
-    ``steering``: the dictionary, its features with strengths (``12=8, 40=off``), and the side that is steered.
+    ``steering``: dictionary, feature strengths (``12=8, 40=off``), and the steered side.
 
     Raises:
-        PosttrainError: a model, the reward model or the dictionary cannot be opened.
+        PosttrainError: failed to load a model, reward model or dictionary.
     """
     if not question.strip():
         raise UsageError("a message needs some text")
@@ -303,7 +305,7 @@ def stream_replies(
 
 
 def build_studio(models: Sequence[str], runs_dir: str | Path, saes: Sequence[str] = ()) -> Any:
-    """Return the page as a Gradio application that is not served yet.
+    """Build the Gradio page without serving it.
 
     Raises:
         MissingExtra: gradio is not installed.
@@ -311,7 +313,7 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, saes: Sequence[str
     gradio = _import_gradio()
     library = Library(models, runs_dir, saes)
     for name in models:
-        library.model(name)  # refused at once, or there when the page opens
+        library.model(name)  # fail before the page opens
     with gradio.Blocks(title="posttrain studio", analytics_enabled=False) as page:
         gradio.Markdown("# posttrain studio")
         with gradio.Tab("Chat"):
@@ -333,7 +335,7 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
         judges = [NOBODY, *library.snapshots(trains_scorer=True)]
         judge = gradio.Dropdown(judges, value=NOBODY, label="reward model")
     with gradio.Row():
-        # What models write is shown as text. The default buttons upload the conversation, and copy what was escaped.
+        # Plain text only. Default buttons are disabled: they upload conversations and copy escaped text.
         plain = {
             "render_markdown": False,
             "latex_delimiters": [],
@@ -386,7 +388,7 @@ def _build_chat(gradio: ModuleType, library: Library) -> None:
 
 
 def page_contents(sides: Sequence[Side]) -> list[object]:
-    """Return what both columns and both lines of facts show."""
+    """Collect histories and facts for both columns."""
     histories: list[object] = [None, None]
     facts: list[object] = ["", ""]
     for n, side in enumerate(sides):
@@ -396,15 +398,15 @@ def page_contents(sides: Sequence[Side]) -> list[object]:
 
 
 def as_written(text: str) -> list[dict[str, str]]:
-    """Return a text in the form that the page shows as it is.
+    """Convert a text to a form that the page displays verbatim.
 
-    Gradio takes the indentation out of a plain string, and what it is given without Markdown it shows as HTML.
+    Gradio strips indentation from plain strings, and renders them as HTML if Markdown is disabled.
     """
     return [{"type": "text", "text": html.escape(text, quote=False)}]
 
 
 def heading(side: str, name: str) -> dict[str, str | bool]:
-    """Return the heading of a column with its model; a column without one is not shown."""
+    """Build a column heading with the model name; columns without a model are hidden."""
     return {"label": f"{side}: {name}", "visible": name != NOBODY}
 
 
@@ -442,16 +444,16 @@ def _build_rollouts(gradio: ModuleType, page: Any, library: Library) -> None:
 
 
 def as_shown(value: object) -> object:
-    """Return a value as the table shows it: numbers with four digits."""
+    """Format a table value; floats keep four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value
 
 
 def count_rows(num_rows: int) -> str:
-    """Return the line above the table of rollouts."""
+    """Describe the number of rollouts shown."""
     if num_rows == 0:
         return "no such rollouts"
     if num_rows == MAX_ROLLOUTS:
-        return f"the first {MAX_ROLLOUTS} rollouts; name a step or a text to see others"
+        return f"the first {MAX_ROLLOUTS} rollouts; filter by step or text to see more"
     return f"{num_rows} rollouts"

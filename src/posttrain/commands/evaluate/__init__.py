@@ -1,4 +1,4 @@
-"""posttrain evaluate: of one model, of several, against one another."""
+"""posttrain evaluate: single models, tables of models, and pairwise comparisons."""
 
 # Sections whose keys are options: --task.path, --template.preamble, --engine.url
 SECTIONS = ("task", "template", "engine")

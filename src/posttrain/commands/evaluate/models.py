@@ -52,7 +52,7 @@ from posttrain.types import Rollout
 
 _RULES = ("min_p", "min_tokens", "repetition_penalty", "stop")
 DRAWING = ("samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch", *_RULES)
-# Options of sampling, which a reward model cannot use, with their defaults.
+# Sampling options with default values; reward models reject them.
 SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of", *_RULES)) | {
     "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
 }  # fmt: skip
@@ -124,12 +124,12 @@ def _print(tables: Sequence[TextTable], notes: Sequence[str], place: str, quiet:
 def run_comparison(arguments: argparse.Namespace) -> int:
     """Evaluate both with the same settings, or read two finished evaluations; then test the difference."""
     if len(arguments.models) != 2:
-        raise UsageError(f"--compare takes two models or two folders of evaluations, not {len(arguments.models)}")
+        raise UsageError(f"--compare needs exactly two models or evaluation folders, not {len(arguments.models)}")
     folders = [name for name in arguments.models if is_evaluation_folder(name)]
     if len(folders) == 1:
         other = next(name for name in arguments.models if name not in folders)
         raise UsageError(
-            f"--compare: {folders[0]} is the folder of an evaluation, {other} is not; give two folders, or two models"
+            f"--compare: {folders[0]} is an evaluation folder, {other} is not; give either folders or models"
         )
     console = open_console()
     if folders:
@@ -141,8 +141,8 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         plan = make_plan(request_of(arguments))
         if len(plan.trials) != 2 or plan.trials[0].task_component != plan.trials[1].task_component:
             raise UsageError(
-                "--compare takes two models on one task, under one template each; name --task, and compare the folders "
-                "of a table with one another afterwards"
+                "--compare needs exactly two models, with one task and template; for tables, compare result folders "
+                "afterwards"
             )
         if not arguments.quiet and not plan.request.tasks:
             options = ", ".join(f"{key} {value}" for key, value in plan.trials[0].task_component.options.items())
@@ -167,12 +167,12 @@ def run_comparison(arguments: argparse.Namespace) -> int:
 
 
 def run_against(arguments: argparse.Namespace) -> int:
-    """Set two models against one another, print a table, write results and records."""
+    """Compare two models directly: print a table, write results and records."""
     for option in ("compare", "best_of", "k"):
         if getattr(arguments, option):
-            raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
+            raise UsageError(f"--{option.replace('_', '-')}: no effect with --against. Remove it")
     if len(arguments.models) != 1:
-        raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
+        raise UsageError(f"--against: give exactly one model to compare with, not {len(arguments.models)}")
     judges = []
     if arguments.judge is not None:
         judges = arguments.judge
@@ -189,7 +189,7 @@ def run_against(arguments: argparse.Namespace) -> int:
 
 
 def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -> AnswerJudge:
-    """A reward model's run, or a file that names a language model, whose opinions are kept in ``folder``."""
+    """Open a judge: a reward model run, or a file describing an LLM judge, with verdicts cached in ``folder``."""
     if name.endswith(SUFFIXES):
         return read_pair_judge(name, folder)
     model = open_reward_model(find_source(name, arguments.runs_dir), device=arguments.device)
@@ -203,13 +203,13 @@ def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -
 
 
 def run_scores(arguments: argparse.Namespace) -> int:
-    """Score the given answers of every task with every reward model; print tables, write results and pages."""
+    """Evaluate reward models on the answers given in each task; print tables, write results and pages."""
     for name, default in SAMPLING.items():
         if getattr(arguments, name) != default:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
+            raise UsageError(f"{option}: reward models do not sample; they score answers given in the task")
     if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):
-        raise UsageError("--template: a reward model is asked under the template that it was trained with")
+        raise UsageError("--template: reward models always use the training template. Remove it")
     done = []
     for scored in run_scoring(request_of(arguments)):
         write_scores(scored, write_score_page(scored.label, scored.evaluation, scored.settings))
@@ -223,7 +223,7 @@ def run_scores(arguments: argparse.Namespace) -> int:
     for label, evaluation in rows:
         trained = evaluation.results.get("trained_rows")
         if trained:
-            what = f"{trained:.0f} of the rows were in the training data of this run"
+            what = f"{trained:.0f} rows also occur in this run's training data"
             notes.append(f"{evaluation.name} · {label}: {what}")
     notes += dict.fromkeys(NOTES[evaluation.view] for _, evaluation in rows)
     places = "\n".join(f"summary, results and every score: {scored.folder}" for scored in done)

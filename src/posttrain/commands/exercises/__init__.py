@@ -1,1 +1,1 @@
-"""``posttrain exercise``: functions of post-training to write, and a check against the library's own."""
+"""``posttrain exercise``: post-training functions to implement, checked against the library's implementation."""

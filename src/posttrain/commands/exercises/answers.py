@@ -40,10 +40,10 @@ RESPONSE_MASK = Exercise(
 Response mask (chapter 4, instruction tuning; chapter 13, tools).
 
 A row is a prompt, then a completion, then padding up to the longest row, T tokens.
-Return bool [B, T]: True where the model wrote the token, its end token included.
-False: the prompt, what a tool answered, padding. mask[b, t] describes the token AT t.
+Return bool [B, T]: True for tokens written by the model, including end tokens.
+False: prompt, tool output, padding. mask[b, t] describes the token AT t.
 
-prompt_lengths: B numbers. own[b][i]: whether the model wrote token i of completion b.
+prompt_lengths: B numbers. own[b][i]: True if the model wrote token i in completion b.
 """,
     _response_mask,
     {
@@ -51,17 +51,17 @@ prompt_lengths: B numbers. own[b][i]: whether the model wrote token i of complet
         "a tool answers in the first row": ([1, 3], [[True, True, False, False, True], [True]]),
     },
     {
-        "you train the prompt, too; only what the model wrote has a loss": lambda prompt_lengths, own: _response_mask(
+        "you also train the prompt; only model output has a loss": lambda prompt_lengths, own: _response_mask(
             [1] * len(own), [[True] * (n - 1) + row for n, row in zip(prompt_lengths, own, strict=True)]
         ),
-        "you train what the tool answered; the model did not write it": lambda prompt_lengths, own: _response_mask(
+        "you train on tool output, which the model did not write": lambda prompt_lengths, own: _response_mask(
             prompt_lengths, [[True] * len(row) for row in own]
         ),
         "you train the padding": _from_prompt_on,
-        "your mask is shifted by one: here mask[b, t] describes the token at t, not the one that follows it": (
+        "your mask is shifted by one: here mask[b, t] describes token t, not the following token": (
             lambda prompt_lengths, own: _response_mask(prompt_lengths, own).roll(-1, 1)
         ),
-        "you leave out the last token of each completion; a model that is not trained on its end never stops": (
+        "you drop every completion's last token; without trained end tokens, a model never stops": (
             lambda prompt_lengths, own: _without_last(_response_mask(prompt_lengths, own))
         ),
     },
@@ -75,15 +75,15 @@ def _bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 BRADLEY_TERRY = Exercise(
     "5, 11",
-    "the loss of a reward model on pairs",
+    "reward model loss on pairs",
     "posttrain.algorithms.objectives.reward.bradley_terry",
     "bradley_terry(chosen, rejected)",
     """\
-Bradley-Terry (chapter 5, reward models): the loss of a pair.
+Bradley-Terry (chapter 5, reward models): loss per pair.
 
 loss = - log sigmoid(r_chosen - r_rejected)
 
-chosen, rejected: scores [P]. Return [P], without a mean. Differences of -800 are among the cases.
+chosen, rejected: scores [P]. Return [P], without a mean. Test cases include differences of -800.
 """,
     _bradley_terry,
     {
@@ -92,16 +92,16 @@ chosen, rejected: scores [P]. Return [P], without a mean. Differences of -800 ar
     },
     {
         "chosen and rejected are swapped": lambda chosen, rejected: _bradley_terry(rejected, chosen),
-        "sigmoid(-800) is 0 in floating point, and its logarithm infinite; use logsigmoid": lambda chosen, rejected: (
+        "sigmoid(-800) underflows to 0, so the logarithm is infinite; use logsigmoid": lambda chosen, rejected: (
             -torch.sigmoid(chosen - rejected).log()
         ),
-        "the sign: this is the log-likelihood, and an optimizer minimizes the loss": lambda chosen, rejected: (
-            logsigmoid(chosen - rejected)
+        "wrong sign: this is the log-likelihood, but optimizers minimize": lambda chosen, rejected: logsigmoid(
+            chosen - rejected
         ),
         "you returned a probability; the loss is minus its logarithm": lambda chosen, rejected: torch.sigmoid(
             chosen - rejected
         ),
-        "this is 1 - sigmoid: its gradient vanishes on pairs that are badly wrong; take -log sigmoid": (
+        "this is 1 - sigmoid, whose gradient vanishes on badly wrong pairs; use -log sigmoid": (
             lambda chosen, rejected: torch.sigmoid(rejected - chosen)
         ),
     },
@@ -121,7 +121,7 @@ _PAIRS = (
 
 DPO = Exercise(
     "8",
-    "the loss of direct preference optimization",
+    "direct preference optimization loss",
     "posttrain.algorithms.objectives.preference.dpo",
     "dpo(logprobs, ref_logprobs, mask, beta)",
     """\
@@ -136,7 +136,7 @@ Return [P], without a mean.
     _dpo,
     {"answers of unequal length, beta 0.1": (*_PAIRS, 0.1), "beta 0.5": (*_PAIRS, 0.5)},
     {
-        "you averaged over tokens (length-normalized DPO); DPO takes the sum": lambda new, ref, mask, beta: _dpo(
+        "you averaged token log-ratios (length-normalized DPO); DPO sums them": lambda new, ref, mask, beta: _dpo(
             new, ref, mask, beta, True
         ),
         "you left out the reference": lambda new, ref, mask, beta: _dpo(new, torch.zeros_like(ref), mask, beta),
@@ -145,30 +145,28 @@ Return [P], without a mean.
         ).flip(0),
         "beta belongs inside the sigmoid": lambda new, ref, mask, beta: beta * _dpo(new, ref, mask, 1.0),
         "you did not use beta": lambda new, ref, mask, beta: _dpo(new, ref, mask, 1.0),
-        "you summed over tokens that are not trained, too": lambda new, ref, mask, beta: _dpo(
-            new, ref, torch.ones_like(mask), beta
-        ),
+        "you also summed untrained tokens": lambda new, ref, mask, beta: _dpo(new, ref, torch.ones_like(mask), beta),
     },
 )
 
 PASS_AT_K = Exercise(
     "16",
-    "the chance that one of k samples is correct",
+    "probability of a correct answer among k samples",
     "posttrain.evaluation.statistics.pass_at_k",
     "pass_at_k(n, num_correct, k)",
     """\
-pass@k (chapter 16, evaluation): the unbiased estimate from n samples of one problem.
+pass@k (chapter 16, evaluation): unbiased estimate from n samples for a problem.
 
-pass@k = 1 - C(n - c, k) / C(n, k): the chance that k of the n samples, taken without
-replacement, hold one of the c correct ones. 1 where fewer than k samples are wrong.
+pass@k = 1 - C(n - c, k) / C(n, k): probability that k of n samples, drawn without
+replacement, include a correct one (c are correct). 1 if fewer than k samples are wrong.
 
-n, num_correct, k: whole numbers. Return a number.
+n, num_correct, k: integers. Return a float.
 """,
     measures.pass_at_k,
     {"3 of 16 correct": (16, 3, 4), "none correct": (8, 0, 2), "too few wrong for k": (8, 6, 4), "k = 1": (5, 2, 1)},
     {
-        "1 - (1 - c/n)^k is biased: it takes the same sample more than once": lambda n, c, k: 1 - (1 - c / n) ** k,
-        "this is 1 as soon as one of the n samples is correct; only k of them count": lambda n, c, k: float(c > 0),
+        "1 - (1 - c/n)^k is biased: it draws with replacement": lambda n, c, k: 1 - (1 - c / n) ** k,
+        "this is 1 if any of n samples is correct, but only k are drawn": lambda n, c, k: float(c > 0),
         "this adds up k chances (k c / n); they overlap": lambda n, c, k: min(1.0, k * c / n),
         "this is the chance that ALL k samples are correct": lambda n, c, k: math.comb(c, k) / math.comb(n, k),
     },
@@ -182,17 +180,17 @@ def _first_of_tied(scores: list[float], correct: list[float], k: int) -> float:
 
 BEST_OF_N = Exercise(
     "9, 14",
-    "what choosing by a score is worth, for any number of answers",
+    "accuracy of best-of-k selection by score",
     "posttrain.evaluation.statistics.best_of_n",
     "best_of_n(scores, right, k)",
     """\
 Best of k (chapter 9, rejection sampling; chapter 14, over-optimization).
 
-A reward model scores n answers to a problem. Return how often the top-scored of k of them is
-correct: the mean over all subsets of k of the n answers. Equal scores share the place:
-their mean correctness counts.
+A reward model scores n answers to a problem. Return the probability that the top-scored of
+k answers is correct, averaged over all size-k subsets of the n answers. For tied scores,
+average correctness over the tie.
 
-scores, right: n numbers each (right: 1 or 0); k: a whole number. Return a number.
+scores, right: n numbers each (right: 1 or 0); k: an integer. Return a float.
 """,
     measures.best_of_n,
     {
@@ -200,16 +198,16 @@ scores, right: n numbers each (right: 1 or 0); k: a whole number. Return a numbe
         "equal scores": ([1.0, 1.0, 0.0, 0.5], [0.0, 1.0, 1.0, 0.0], 3),
     },
     {
-        "you chose among all n answers; take the mean over subsets of k": lambda scores, correct_ones, k: (
+        "you chose among all n answers; average over size-k subsets instead": lambda scores, correct_ones, k: (
             measures.best_of_n(scores, correct_ones, len(scores))
         ),
-        "you chose among the first k answers; take the mean over all subsets of k": lambda scores, correct_ones, k: (
+        "you chose among the first k answers; average over size-k subsets instead": lambda scores, correct_ones, k: (
             measures.best_of_n(scores[:k], correct_ones[:k], k)
         ),
         "this is the share of correct answers: a random pick, without the scores": lambda scores, correct_ones, k: (
             statistics.fmean(correct_ones)
         ),
-        "of equal scores you took the first; their mean correctness counts": _first_of_tied,
+        "you took the first of tied answers; average correctness over ties instead": _first_of_tied,
         "you chose the lowest score": lambda scores, correct_ones, k: measures.best_of_n(
             [-s for s in scores], correct_ones, k
         ),
@@ -233,17 +231,17 @@ def _behind(text: str, reasoning: str) -> str:
 
 TAGGED_ANSWER = Exercise(
     "7",
-    "the answer in a model's output, as a verifier reads it",
+    "answer extraction from model output",
     "posttrain.data.render.templates.tagged_answer",
     "tagged_answer(text, reasoning)",
     """\
 Answer extraction (chapter 7, reasoning): what a verifier reads.
 
-Return the text of the first complete <answer> ... </answer> AFTER the reasoning is first closed
-(by </think>, say), stripped; of nested ones the innermost. None if the reasoning is not closed,
-there is no answer, or it is blank.
+Return the stripped text in the first complete <answer> ... </answer> AFTER the reasoning is
+first closed (for example by </think>). For nested answers, return the innermost. Return None
+if the reasoning is never closed, or if the answer is missing or blank.
 
-text: what the model wrote. reasoning: the name of the reasoning's tag, such as "think".
+text: model output. reasoning: tag name for reasoning, such as "think".
 """,
     templates.tagged_answer,
     {
@@ -255,23 +253,23 @@ text: what the model wrote. reasoning: the name of the reasoning's tag, such as 
         "a blank answer": ("</think> <answer>  </answer>", "think"),
     },
     {
-        "you count answers inside the reasoning; a model that lists candidates there would be paid for it": (
+        "you accept answers inside reasoning, which rewards listing candidates there": (
             lambda text, reasoning: templates.tagged_answer(f"</{reasoning}>{text}", reasoning)
         ),
-        "you took the last answer; with the first, a model cannot hedge by adding more": lambda text, reasoning: (
+        "you took the last answer; taking the first prevents hedging with more answers": lambda text, reasoning: (
             templates.tagged_answer(f"</{reasoning}>{text[max(text.rfind('<answer>'), 0):]}", reasoning)
             if _behind(text, reasoning) else None
         ),
-        "of nested answers you took the outer one; its text holds a tag": lambda text, reasoning: (
+        "you took the outer answer when nested, which still contains a tag": lambda text, reasoning: (
             _first_match(_behind(text, reasoning)) or None
         ),
-        "you did not strip the answer": lambda text, reasoning: (
+        "you did not strip white space": lambda text, reasoning: (
             templates.tagged_answer(text, reasoning) and _first_match(
                 "<answer>" + _behind(text, reasoning).partition("</answer>")[0].rpartition("<answer>")[2] + "</answer>",
                 strip=False,
             )
         ),
-        "a blank answer is no answer: return None": lambda text, reasoning: (
+        "blank answers do not count: return None": lambda text, reasoning: (
             templates.tagged_answer(text, reasoning) or ("" if "</answer>" in _behind(text, reasoning) else None)
         ),
     },

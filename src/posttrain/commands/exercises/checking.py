@@ -1,7 +1,7 @@
-"""The list of the exercises, and the check of one in a process that can be killed (``graders.sandbox.workers``).
+"""Exercise list, and solution checks in a killable process (``graders.sandbox.workers``).
 
-The file is the reader's own Python, run because the reader asked for it. Its function is called as the exercise and
-takes the arguments of a case. Tensors are float64, masks bool. Shapes: B rows, T tokens, N prompts, G samples, P pairs.
+The file contains the user's own Python code, run at their request. It must define a function named after the exercise,
+with the arguments of a case. Tensors are float64, masks bool. Shapes: B rows, T tokens, N prompts, G samples, P pairs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ EXERCISES = {
 }
 
 TOLERANCE = 1e-6
-MAX_CHARS = 2000  # of what the function printed
+MAX_CHARS = 2000  # maximum characters of captured output
 
 
 class FailedCode(Exception):
-    """The reader's code raised; the message says what and where."""
+    """The user's code raised an error; the message includes error and location."""
 
 
 class ExerciseFile(TypedDict):
-    """The text of a reader's file, and the exercise that it is for."""
+    """Source code submitted for an exercise."""
 
     name: str
     path: str
@@ -50,7 +50,7 @@ class ExerciseFile(TypedDict):
 
 
 def check(submission: ExerciseFile) -> dict[str, str]:
-    """Run the reader's file on the cases; return what is ``wrong`` (empty: nothing) and what it ``printed``."""
+    """Run a submission on all cases. Returns ``wrong`` (empty if correct) and the captured output as ``printed``."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -89,7 +89,7 @@ def _find_fault(submission: ExerciseFile) -> str:
 
 
 def _known_mistake(exercise: Exercise, given: list[object]) -> str:
-    """The message of the mistake that gives the same answers to all cases; empty if it is another one."""
+    """Find a known mistake that gives identical results on all cases; empty if unknown."""
     for message, mistake in exercise.mistakes.items():
         pairs = zip(exercise.cases.values(), given, strict=True)
         if not any(differ(mistake(*arguments), answer) for arguments, answer in pairs):
@@ -98,7 +98,7 @@ def _known_mistake(exercise: Exercise, given: list[object]) -> str:
 
 
 def differ(expected: ReturnValue, given: object) -> str:
-    """Describe how an answer differs from the one expected; empty if it does not."""
+    """Describe a difference from the expected result; empty if equal."""
     if isinstance(expected, tuple):
         if not isinstance(given, tuple | list) or len(given) != len(expected):
             return f"a tuple of {len(expected)} tensors is expected, not {_kind(given)}"
@@ -133,7 +133,7 @@ def differ(expected: ReturnValue, given: object) -> str:
 
 
 def show_value(value: object) -> str:
-    """Return a value as it is printed; numbers with six digits."""
+    """Format a value for display, with six digits per number."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):

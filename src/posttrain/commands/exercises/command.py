@@ -1,4 +1,4 @@
-"""``posttrain exercise``: list the exercises, show one, check a file."""
+"""``posttrain exercise``: list or show exercises, or check a solution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.terminal.console import Text, open_console, plain_table, print_ro
 
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, compiles=True)
 EPILOG = """\
-write a function, and compare it with the library's own:
+write a function, and compare it with library implementation:
   posttrain exercise
   posttrain exercise show group_advantage > group_advantage.py
   posttrain exercise check group_advantage group_advantage.py
@@ -28,7 +28,7 @@ OPTIONS = CommandOptions(
 
 
 def run_exercise(arguments: argparse.Namespace) -> int:
-    """List the exercises, print one as a file to fill in, or check a file; 1 if it is wrong."""
+    """List exercises, print an exercise template, or check a solution; exit code 1 if wrong."""
     from posttrain.commands.exercises.checking import EXERCISES  # imports torch
 
     console = open_console()
@@ -54,32 +54,32 @@ def run_exercise(arguments: argparse.Namespace) -> int:
         say(console, f"{name}: not yet. {wrong}")
         return 1
     say(console, f"{name}: correct in all {len(EXERCISES[name].cases)} cases.", "green")
-    say(console, f"the library's own: {EXERCISES[name].library}")
+    say(console, f"library implementation: {EXERCISES[name].library}")
     return 0
 
 
 def check_file(name: str, path: str | None) -> str:
-    """Return what is wrong with a file; empty if nothing is. What it prints goes to the terminal.
+    """Check a solution file; returns an error description, empty if correct. Forwards captured output to the terminal.
 
     Raises:
-        UsageError: there is no such file, or it is no text.
+        UsageError: missing file, or not UTF-8 text.
     """
     if path is None:
         raise UsageError(f"check: FILE is missing. Begin with `posttrain exercise show {name} > {name}.py`")
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason: str | None = "it is no text in UTF-8"
+        reason: str | None = "not valid UTF-8 text"
         if isinstance(error, OSError):
             reason = error.strerror
-        raise UsageError(f"{path}: {reason}. Give a Python file of yours") from None
+        raise UsageError(f"{path}: {reason}. Give your Python file") from None
     pool = WorkerPool("posttrain.commands.exercises.checking:check", 1, LIMITS)
     try:
         (result,) = pool.run([{"name": name, "path": path, "source": source}])
     finally:
         pool.close()
     if result.kind == "timeout":
-        return f"the function does not end ({result.reason}); is there a loop that never stops?"
+        return f"the function timed out ({result.reason}); check for endless loops"
     if result.kind == "crash":
         return f"the file ended its process: {result.reason}"
     if result.value["printed"]:

@@ -1,4 +1,4 @@
-"""An exercise, and how its cases are written."""
+"""Exercise definition, and a notation for cases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Lists: TypeAlias = list[float] | list[list[float]]
 
 @dataclass(frozen=True)
 class Exercise:
-    """A function to write.
+    """A function to implement.
 
-    ``chapter``: of the RLHF book. ``library``: the place of the library's own function, which ``reference`` calls.
-    ``task``: the docstring of the file to begin with. ``cases``: arguments by what is particular about them.
-    ``mistakes``: what is wrong, and a function that does it.
+    ``chapter``: RLHF book chapter. ``library``: location of the equivalent library function, which ``reference``
+    calls. ``task``: docstring for the template file. ``cases``: test arguments, keyed by description. ``mistakes``:
+    incorrect implementations, keyed by explanation.
     """
 
     chapter: str
@@ -36,7 +36,7 @@ class Exercise:
 
     @property
     def stub(self) -> str:
-        """The file to begin with."""
+        """Template file to fill in."""
         if self.needs_torch:
             imports = "import torch\n\n"
         else:
@@ -50,7 +50,7 @@ def numbers(values: Lists) -> Tensor:
 
 
 def bits(*rows: str) -> Tensor:
-    """Return the mask that rows such as ``0110`` spell."""
+    """Convert rows such as ``0110`` to a mask."""
     return torch.tensor([[char == "1" for char in row] for row in rows])
 
 

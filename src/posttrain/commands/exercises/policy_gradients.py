@@ -1,4 +1,4 @@
-"""Exercises about the loss of a token: policy gradients, KL estimators, importance correction."""
+"""Exercises about token losses: policy gradients, KL estimators, importance correction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Policy-gradient loss (chapter 6): REINFORCE, averaged over all trained tokens.
 
 loss = - sum(mask * A * log pi) / sum(mask)
 
-logprobs, advantages: [B, T]; mask: bool [B, T]. Return a scalar that an optimizer MINIMIZES.
+logprobs, advantages: [B, T]; mask: bool [B, T]. Return a scalar to MINIMIZE.
 """,
     _policy_gradient_loss,
     {
@@ -38,16 +38,16 @@ logprobs, advantages: [B, T]; mask: bool [B, T]. Return a scalar that an optimiz
         "one token": (numbers([[-1.5, -4.0]]), numbers([[2.0, 2.0]]), bits("01")),
     },
     {
-        "the sign: an optimizer minimizes, so a good token needs a negative factor on its log-probability": (
+        "wrong sign: optimizers minimize, so a good token's log-probability needs a negative factor": (
             lambda logprobs, advantages, mask: -_policy_gradient_loss(logprobs, advantages, mask)
         ),
-        "you averaged over all positions, those that are not trained included": lambda logprobs, advantages, mask: (
+        "you averaged over every position, including untrained ones": lambda logprobs, advantages, mask: (
             -(logprobs * advantages).mean()
         ),
-        "you left out untrained tokens from the sum, but divided by their number, too": (
+        "you excluded untrained tokens from the sum, but counted them in the divisor": (
             lambda logprobs, advantages, mask: -(logprobs * advantages * mask).mean()
         ),
-        "you averaged over each row and then over rows (GRPO's sequence_mean): tokens of short rows weigh more": (
+        "you averaged within rows, then across rows (GRPO's sequence_mean): tokens in short rows weigh more": (
             lambda logprobs, advantages, mask: (-logprobs * advantages * aggregation.sequence_mean(mask)).sum()
         ),
         "you took the sum: divide by the number of trained tokens": lambda logprobs, advantages, mask: (
@@ -58,14 +58,14 @@ logprobs, advantages: [B, T]; mask: bool [B, T]. Return a scalar that an optimiz
 
 GROUP_ADVANTAGE = Exercise(
     "6",
-    "GRPO's advantage of each sample of a group",
+    "GRPO advantage per sample in a group",
     "posttrain.algorithms.advantages.normalized",
     "group_advantage(rewards)",
     """\
 Group advantage (chapter 6): GRPO.
 
-A_i = (r_i - mean(r)) / (std(r) + 1e-4), over the G samples of one prompt; std with ddof = 1.
-A group of equal rewards gets zeros.
+A_i = (r_i - mean(r)) / (std(r) + 1e-4), over the G samples for a prompt; std with ddof = 1.
+If all rewards in a group are equal, return zeros.
 
 rewards: [N, G] (N prompts, G samples). Return [N, G].
 """,
@@ -78,14 +78,14 @@ rewards: [N, G] (N prompts, G samples). Return [N, G].
         "you divided by the standard deviation with ddof = 0; ddof = 1 is asked for": lambda rewards: (
             (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
         ),
-        "you normalized over the whole batch; each prompt is compared with its own samples": lambda rewards: (
+        "you normalized over the whole batch; compare samples only within a prompt": lambda rewards: (
             (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         ),
         "you did not divide by the standard deviation: this is Dr. GRPO's advantage": advantages.centered,
         "a group of equal rewards divides by 0; add 1e-4 to the standard deviation": lambda rewards: (
             (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
         ),
-        "you normalized over prompts (dim 0); the samples of a prompt are dim 1": lambda rewards: (
+        "you normalized over prompts (dim 0); samples are in dim 1": lambda rewards: (
             (rewards - rewards.mean(0)) / (rewards.std(0) + 1e-4)
         ),
     },
@@ -113,24 +113,24 @@ Generalized advantage estimation (chapter 6): PPO's advantage.
 
 delta_t = r_t + gamma * V_{t+1} - V_t     and     A_t = delta_t + gamma * gae_lambda * A_{t+1}
 
-After the last trained token V and A are 0: the answer has ended. The next step after a trained
-token is the next TRAINED token of its row: a tool's answer between two turns is no step.
+After the last trained token, V and A are 0 because the episode ended. The next step after a trained
+token is the next TRAINED token in this row: tool output between turns is skipped.
 
-rewards, values: [B, T]; mask: bool [B, T]; V_t is the value of the state before token t.
+rewards, values: [B, T]; mask: bool [B, T]; V_t is the state value before generating token t.
 Return advantages [B, T], 0 where the mask is False. No whitening.
 """,
     _gae,
     {
-        "one row, reward at the end": (
+        "one row, final reward": (
             numbers([[0.0, 0.0, 0.0, 1.0]]), bits("0111"), numbers([[0.9, 0.2, 0.5, 0.7]]), 1.0, 0.95,
         ),
-        "a tool's answer in the middle, padding at the end": (
+        "tool output in between, final padding": (
             numbers([[0.1, 0.0, 0.0, 2.0, 0.0], [0.0, 0.3, 0.0, 0.0, 0.0]]), bits("10010", "01000"),
             numbers([[0.4, 5.0, 5.0, 0.6, 5.0], [5.0, 0.2, 5.0, 5.0, 5.0]]), 0.9, 0.8,
         ),
     },
     {
-        "you stepped through tokens that are not trained; the next step is the next trained token": (
+        "you stepped through untrained tokens; skip to the next trained token": (
             lambda rewards, mask, values, gamma, gae_lambda: (
                 _gae(rewards, torch.ones_like(mask), values, gamma, gae_lambda) * mask
             )
@@ -146,7 +146,7 @@ Return advantages [B, T], 0 where the mask is False. No whitening.
                 _gae(rewards, mask, values, gamma, gae_lambda) + values * mask
             )
         ),
-        "you used the last value once more as the value after it; an answer that has ended is worth 0": (
+        "you bootstrapped with the last value; after the end, the value is 0": (
             _gae_bootstrapped
         ),
     },
@@ -161,11 +161,11 @@ def _clipped_surrogate(
 
 CLIPPED_SURROGATE = Exercise(
     "6",
-    "PPO's and GRPO's loss of each token",
+    "PPO and GRPO loss per token",
     "posttrain.algorithms.objectives.surrogate.clipped_surrogate",
     "clipped_surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high)",
     """\
-Clipped surrogate (chapter 6): the loss of PPO and GRPO for each token.
+Clipped surrogate (chapter 6): per-token loss in PPO and GRPO.
 
 rho = pi(a) / pi_old(a)     and     loss = - min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A)
 
@@ -181,18 +181,18 @@ logprobs, old_logprobs, advantages: [B, T]. Return [B, T], without a mean.
         ),
     },
     {
-        "your ratio is upside down: it is pi / pi_old, exp(logprobs - old_logprobs)": (
+        "your ratio is inverted: use pi / pi_old, exp(logprobs - old_logprobs)": (
             lambda new, old, advantages, low, high: _clipped_surrogate(old, new, advantages, low, high)
         ),
-        "you took the larger of the two products; the smaller one is the pessimistic bound": (
+        "you took the larger product; the pessimistic bound is the smaller": (
             lambda new, old, advantages, low, high: -torch.maximum(
                 (new - old).exp() * advantages, (new - old).exp().clamp(1 - low, 1 + high) * advantages
             )
         ),
-        "you clipped without the min: a token that moved the wrong way must keep its gradient": (
+        "you clipped without the min: tokens moving in the wrong direction must keep a gradient": (
             lambda new, old, advantages, low, high: -(new - old).exp().clamp(1 - low, 1 + high) * advantages
         ),
-        "the sign: this is the objective, and an optimizer minimizes the loss": (
+        "wrong sign: this is the objective, but optimizers minimize": (
             lambda new, old, advantages, low, high: -_clipped_surrogate(new, old, advantages, low, high)
         ),
         "you did not clip": lambda new, old, advantages, low, high: -(new - old).exp() * advantages,
@@ -206,11 +206,11 @@ def _kl_estimators(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, ...]
 
 KL_ESTIMATORS = Exercise(
     "12, 15",
-    "the three estimators of the KL to a reference",
+    "three estimators for KL to a reference",
     "posttrain.algorithms.objectives.primitives.kl_k1, kl_k2 and kl_k3",
     "kl_estimators(logprobs, ref_logprobs)",
     """\
-KL estimators (chapter 15): three estimates of KL(pi || pi_ref) from one token of pi.
+KL estimators (chapter 15): three estimates of KL(pi || pi_ref) from a single sampled token.
 
 With r = log pi - log pi_ref:     k1 = r     k2 = r^2 / 2     k3 = exp(-r) - 1 + r
 
@@ -221,7 +221,7 @@ logprobs, ref_logprobs: [B, T]. Return (k1, k2, k3), each [B, T].
     {
         "your r is upside down: r = logprobs - ref_logprobs": lambda new, ref: _kl_estimators(ref, new),
         "k2 lacks its half": lambda new, ref: (new - ref, (new - ref) ** 2, primitives.kl_k3(new - ref)),
-        "k3 has the other sign of r: exp(r) - 1 - r is for samples from pi_ref": (
+        "wrong sign for r in k3: exp(r) - 1 - r is for samples from pi_ref": (
             lambda new, ref: (*_kl_estimators(new, ref)[:2], primitives.kl_k3(ref - new))
         ),
         "k3 lacks its -1: at r = 0 it must be 0": (
@@ -237,14 +237,14 @@ def _token_tis(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: fl
 
 TOKEN_TIS = Exercise(
     "7",
-    "weights for tokens that another engine sampled",
+    "importance weights for tokens sampled by another engine",
     "posttrain.algorithms.correction.token_tis",
     "token_tis(logprobs, sampler_logprobs, mask, cap)",
     """\
 Importance correction (chapter 7): truncated importance sampling per token.
 
-The engine that sampled gives a token another probability than the trainer does.
-w_t = min(pi_trainer(a_t) / pi_sampler(a_t), cap), and 1 where the mask is False.
+The sampling engine and the trainer assign different probabilities to the same token.
+w_t = min(pi_trainer(a_t) / pi_sampler(a_t), cap), and 1 outside the mask.
 
 logprobs (the trainer's), sampler_logprobs: [B, T]; mask: bool [B, T]. Return weights [B, T].
 """,
@@ -255,7 +255,7 @@ logprobs (the trainer's), sampler_logprobs: [B, T]; mask: bool [B, T]. Return we
         ),
     },
     {
-        "your ratio is upside down: it is pi_trainer / pi_sampler": lambda new, sampler, mask, cap: (
+        "your ratio is inverted: use pi_trainer / pi_sampler": lambda new, sampler, mask, cap: (
             _token_tis(sampler, new, mask, cap)
         ),
         "you capped the logarithm; the cap is for the ratio": lambda new, sampler, mask, cap: torch.where(

@@ -1,4 +1,4 @@
-"""``posttrain activations``: what layers of a model compute over texts, as shards. Imports little at first."""
+"""``posttrain activations``: record layer activations over texts as shards. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -37,48 +37,48 @@ layer L is what block number L gives (hidden_states[L] in transformers); the sam
 OPTIONS = CommandOptions(
     option(
         "model", metavar="MODEL_OR_RUN",
-        help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",
+        help="tiny, a model directory, a run, a checkpoint, or a hub name (for .pt files, a folder)",
     ),
     usage="posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]",
     epilog=EPILOG,
     groups={
         "what is recorded": (
             option("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20"),
-            option("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post"),
+            option("--paired", metavar="OTHER", help="a second model recorded on identical tokens: base, then post"),
             option(
                 "--dtype", type=short_dtype, choices=("bf16", "fp32"), default="bf16",
-                help="of what is stored (default: bf16)",
+                help="storage dtype (default: bf16)",
             ),
         ),
-        "over which texts (default: the prompts of the run's task)": (
-            option("--task", metavar="NAME", help="the prompts of a task"),
+        "texts (default: prompts from the run's task)": (
+            option("--task", metavar="NAME", help="prompts from a task"),
             option("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`"),
-            option("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions"),
+            option("--rollouts", metavar="RUN", help="a run's sampled prompts and completions"),
             TEMPLATE,
-            option("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)"),
-            option("--limit", type=positive, metavar="N", help="rows of the task, the file or the run (default: all)"),
-            option("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)"),
+            option("--context-tokens", type=positive, metavar="N", help="longest document (default: up to 8192)"),
+            option("--limit", type=positive, metavar="N", help="maximum rows to read (default: all)"),
+            option("--max-rows", type=positive, metavar="N", help="maximum tokens to record (default: all)"),
             option(
                 "--outliers", type=nonnegative_float, default=10.0, metavar="X",
                 help="drop rows whose norm is above X times the median; 0 keeps them (default: 10)",
             ),
         ),
         "how": (
-            option("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)"),
+            option("--batch", type=positive, metavar="N", help="documents per batch (default: chosen by length)"),
             option("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto"),
             dtype_of("of the model", "--weights"),
             option(
-                "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
+                "--out", type=new_place, metavar="FOLDER", help="output folder (default: activations/<model>)"
             ),
-            option("--yes", action="store_true", help="record however much it is"),
-            option("--quiet", action="store_true", help="print nothing but errors"),
+            option("--yes", action="store_true", help="do not ask before large recordings"),
+            option("--quiet", action="store_true", help="print only errors"),
         ),
-        ".pt files of others, one tensor [rows, width] each": (
+        "external .pt files, each with a tensor [rows, width]": (
             option(
                 "--export-pt", type=new_place, metavar="FOLDER",
-                help="write the recorded folder MODEL_OR_RUN as .pt shards",
+                help="convert a recorded folder to .pt shards",
             ),
-            option("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site"),
+            option("--import-pt", metavar="SITE", help="import a folder of .pt files as this site"),
         ),
     },
 )  # fmt: skip
@@ -101,7 +101,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
         tell(_convert(arguments))
         return 0
     if not arguments.layer:
-        raise UsageError("--layer is needed: the layers to record, such as --layer 2 or --layer 10,20")
+        raise UsageError("--layer: missing. Give layers to record, such as --layer 2 or --layer 10,20")
     sites = [f"resid.{layer}" for layer in arguments.layer]
     sources = [find_source(name, arguments.runs_dir) for name in (arguments.model, arguments.paired) if name]
     for source in sources:
@@ -125,7 +125,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
 
 
 def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
-    """Read the texts that the command line names: of a task, a file, or a run."""
+    """Load the requested texts from a task, a file or a run."""
     from posttrain.commands.options import chosen_components
     from posttrain.data.base import choose_task
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
@@ -137,11 +137,11 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
 
     named = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
     if len(named) > 1:
-        raise UsageError(f"--{named[0]} and --{named[1]}: give one of --task, --text and --rollouts")
+        raise UsageError(f"--{named[0]} and --{named[1]}: give only one among --task, --text and --rollouts")
     components = chosen_components(arguments)
     has_task = named in ([], ["task"])
     if not has_task and components:
-        raise UsageError(f"--{named[0]}: options of a task or template have no place here")
+        raise UsageError(f"--{named[0]}: task and template options have no effect here. Remove them")
     task = None
     if has_task:
         task = choose_task(components.get("task"), source.name, source.task)
@@ -164,7 +164,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
 
 
 def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
-    """Return ``activations/tiny-grpo-stories``: the models, and the task, file or run."""
+    """Choose a folder name from models and text source, such as ``activations/tiny-grpo-stories``."""
     texts_of = documents.data.get("task") or documents.data.get("file") or documents.data.get("run")
     label = "-".join([*(source.label for source in sources), str(texts_of)])
     return Path("activations") / re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
@@ -173,7 +173,7 @@ def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
 def _summarize(store: ActivationStore) -> list[str]:
     index = store.index
     lines = [f"{index.rows:,} rows of {index.documents:,} documents in {len(index.shards)} shards: {store.folder}"]
-    lines += [f"left out: {count:,} {reason.replace('_', ' ')}" for reason, count in index.dropped.items()]
+    lines += [f"dropped: {count:,} {reason.replace('_', ' ')}" for reason, count in index.dropped.items()]
     widths = ", ".join(f"{site} (width {width})" for site, width in index.widths.items())
     return [*lines, *(f"{source.name}: {source.model}, {widths}" for source in index.sources)]
 
@@ -182,11 +182,11 @@ def _convert(arguments: argparse.Namespace) -> str:
     from posttrain.interpret.activations.shards import ActivationStore, export_pt, import_pt
 
     if arguments.export_pt is not None and arguments.import_pt is not None:
-        raise UsageError("--export-pt and --import-pt: give one of them")
+        raise UsageError("--export-pt and --import-pt: give only one")
     if arguments.export_pt is not None:
         written = export_pt(ActivationStore(arguments.model), arguments.export_pt)
         return f"{len(written)} files in {arguments.export_pt}"
     if not arguments.out:
-        raise UsageError("--import-pt: give --out, the folder that the shards are written to")
+        raise UsageError("--import-pt: give --out, an output folder for shards")
     store = import_pt(arguments.model, arguments.import_pt, arguments.out)
     return f"{store.num_rows:,} rows of {', '.join(store.sites)} in {store.folder}"

@@ -21,63 +21,63 @@ if TYPE_CHECKING:
     from posttrain.runs.launch import RunStart
 
 REPORT = "report.html"
-PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay
+PAGE, SOME = "features.html", "features-some.html"  # keeps page addresses stable across all features
 TRAIN_EPILOG = """\
-any key of the recipe is an option; what was recorded is learned from again by naming its folder:
+all recipe keys are options; to reuse recorded activations, give the folder:
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01 --train.steps 400
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
 """
 FEATURES_EPILOG = """\
-one page that needs nothing else, and the same as JSON in the same folder; a feature can be tried out:
+writes a self-contained page, plus JSON; try features out with generate:
   posttrain sae features runs/tiny-sae --features 3,17 --contexts 40 --out features/two.html
   posttrain sae features some-dictionary --activations activations/stories --model runs/tiny-grpo
   posttrain generate tiny --sae runs/tiny-sae --steer 3=4,17=off
 """
 DIFF_EPILOG = """\
-any key of the recipe is an option; the same command again keeps what is there:
+all recipe keys are options; repeating a command reuses finished work:
   posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --changes.seeds 5
   posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
 """
 
 
-_YES = option("--yes", action="store_true", help="record activations without asking, however large they are")
+_YES = option("--yes", action="store_true", help="record activations of any size without asking")
 TRAIN_OPTIONS = CommandOptions(
     option("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file"),
-    option("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)"),
-    option("--resume", action="store_true", help="continue the run from its newest checkpoint"),
+    option("--run", metavar="NAME", help="run directory name (default: recipe name)"),
+    option("--resume", action="store_true", help="continue from the newest checkpoint"),
     option("--accept-changes", action="store_true", help=ACCEPT_HELP),
     _YES,
     option("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing"),
-    option("--quiet", action="store_true", help="no progress, only notices and the result"),
+    option("--quiet", action="store_true", help="hide progress; print only notices and results"),
     usage="posttrain sae train RECIPE [options] [--section.key value ...]",
     epilog=TRAIN_EPILOG,
 )
 FEATURES_OPTIONS = CommandOptions(
-    option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder"),
-    option("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)"),
+    option("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a `sae train` run, or a folder"),
+    option("--activations", metavar="FOLDER", help="rows to read (default: the training activations)"),
     option("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)"),
     option("--model", metavar="NAME", help="for tokens and logit lens (default: the dictionary's)"),
-    option("--no-lens", action="store_true", help="leave out the logit lens; the model is not loaded"),
-    option("--features", type=naturals, metavar="1,2,3", help="only these (default: all)"),
-    option("--contexts", type=positive, default=10, metavar="N", help="of each feature (default: 10)"),
+    option("--no-lens", action="store_true", help="skip the logit lens, without loading the model"),
+    option("--features", type=naturals, metavar="1,2,3", help="feature numbers (default: all)"),
+    option("--contexts", type=positive, default=10, metavar="N", help="contexts per feature (default: 10)"),
     option(
         "--out", type=new_place, metavar="FILE",
-        help="the page (default: features.html in the run, or features-some.html for --features)",
+        help="output page (default: features.html inside the run; features-some.html with --features)",
     ),
-    option("--quiet", action="store_true", help="print nothing but errors"),
+    option("--quiet", action="store_true", help="print only errors"),
     usage="posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]",
     epilog=FEATURES_EPILOG,
 )  # fmt: skip
 DIFF_OPTIONS = CommandOptions(
     option(
         "models", metavar="MODEL_OR_RUN", nargs="+",
-        help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
+        help="models or runs before and after training, or a recipe such as tiny/what-did-rl-change",
     ),
-    option("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)"),
-    option("--run", metavar="NAME", help="name of the directory under the runs directory"),
+    option("--layer", type=natural, metavar="L", help="layer to compare (default: middle layer)"),
+    option("--run", metavar="NAME", help="output folder name in the runs directory"),
     _YES,
     option("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing"),
-    option("--quiet", action="store_true", help="no progress, only where the report is"),
+    option("--quiet", action="store_true", help="hide progress; print only the report path"),
     usage="posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]",
     epilog=DIFF_EPILOG,
 )  # fmt: skip
@@ -99,7 +99,7 @@ def run_sae_train(arguments: argparse.Namespace) -> int:
 
 
 def train_sae_recipe(recipe: SaeRecipe, start: RunStart, *, quiet: bool, allow_large: bool) -> int:
-    """Train a checked recipe's dictionary in a run directory, print its results, and return the exit code."""
+    """Train a dictionary from a checked recipe, print results, and return the exit code."""
     from posttrain.interpret.saes.sae_training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
     from posttrain.terminal.training_progress import choose_progress, show_duration
@@ -122,7 +122,7 @@ def _print_results(results: dict[str, Any]) -> None:
     held_out = results["held_out"]
     print(
         f"held out:   FVU {held_out['fvu']:.4f} · L0 {held_out['l0']:.1f} · {held_out['silent']:.1%} of the features "
-        f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
+        f"silent · {held_out['dense']:.1%} active on over 10 % of rows"
     )
     loss = results.get("recovered")
     if loss:
@@ -133,7 +133,7 @@ def _print_results(results: dict[str, Any]) -> None:
 
 
 def run_sae_features(arguments: argparse.Namespace) -> int:
-    """Read all rows once, and write the page with its JSON."""
+    """Read all rows once, and write the page and JSON."""
     from posttrain.commands.interpret.steering import find_sae
     from posttrain.interpret.features.features import default_activations, read_features, write_features
     from posttrain.reports.features_page import render_features
@@ -151,7 +151,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     else:
         page = (run or folder) / SOME
     if page.suffix != ".html":
-        raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
+        raise UsageError(f"--out {page}: the page name must end in .html; JSON is written to the same folder")
     with storage_errors("page", page):
         page.parent.mkdir(parents=True, exist_ok=True)
     report = read_features(
@@ -180,14 +180,14 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
-    """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
+    """Find or train both models, compare them, and write ``diff.json`` and ``report.html``."""
     from posttrain.interpret.differences.changes_recipe import Compared, load_diff_recipe
     from posttrain.runs.directory import check_run_name
     from posttrain.terminal.console import Text, open_console, say
     from posttrain.terminal.training_progress import show_duration
 
     if len(arguments.models) > 2:
-        raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
+        raise UsageError("give BASE and POST, or a recipe such as tiny/what-did-rl-change")
     overrides = list(arguments.overrides)
     if arguments.layer is not None:
         overrides.append(("changes.site", f"resid.{arguments.layer}"))
@@ -241,7 +241,7 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
 
 
 def _command_of(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> str:
-    """Return the command line that makes this comparison again."""
+    """Build a command line that repeats this comparison."""
     words = ["posttrain", "sae", "diff", *arguments.models]
     for key, value in overrides:
         words += [f"--{key}", value]
@@ -264,9 +264,9 @@ def _folder_name(arguments: argparse.Namespace) -> str:
 
 
 def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
-    """Return the newest finished run of the base's recipe from which a finished run of the other recipe began.
+    """Find the newest finished base run that was used as initial model in a finished post-training run.
 
-    The newest run of the base may be another one, with no run that begins there. None: there is no such pair.
+    Newer base runs without such a run are skipped. None if no pair exists.
     """
     from posttrain.recipes.recipe import load_recipe
     from posttrain.runs.launch import find_runs, runs_by_recipe
@@ -284,9 +284,9 @@ def find_pair(recipe: DiffRecipe, root: Path) -> str | None:
 def find_model(
     compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], object]
 ) -> str | None:
-    """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
+    """Find a model by name, or a finished run of a recipe under ``root``; train one if missing.
 
-    ``base``: what the recipe starts from. None: the training was interrupted.
+    ``base``: initial model for the recipe. None if training was interrupted.
     """
     if compared.recipe is None:
         return compared.name

@@ -1,6 +1,6 @@
-"""Dictionaries by name, and models steered by their features: for ``sae features``, ``generate`` and the studio.
+"""Dictionary lookup and feature steering for ``sae features``, ``generate`` and the studio.
 
-Only the standard library is imported before a model is steered (see ``cli``).
+Imports only the standard library until a model is steered (see ``cli``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DICTIONARY = "dictionary"
 
 
 def find_sae(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
-    """Return the folder of a dictionary (or of the run of that name), and of the run that trained it."""
+    """Find a dictionary folder by path or run name, and the run that trained it (None if unknown)."""
     from posttrain.interpret.saes.sae import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
@@ -32,27 +32,27 @@ def find_sae(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
     if not (path / "recipe.yaml").is_file() and name not in run_names(runs_dir):
         raise UsageError(
             f"{name}: neither a folder with a dictionary ({CONFIG} and weights) nor a run in {runs_dir}; "
-            "`posttrain sae train` makes one, and `hf download` gets the folder of one on the hub, to be named here"
+            "train a dictionary with `posttrain sae train`, or fetch one with `hf download` and give the folder"
         )
     run = find_run(runs_dir, name)
     if not has_sae(run):
-        raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` makes one when it ends")
+        raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` writes it at the end")
     return run / DICTIONARY, run
 
 
 def has_sae(run: Path) -> bool:
-    """Return whether a run has trained one."""
+    """Check if a run contains a trained dictionary."""
     from posttrain.interpret.saes.sae import CONFIG
 
     return (run / DICTIONARY / CONFIG).is_file()
 
 
 def read_steering(text: str, sae: str, model: object, runs_dir: str | Path) -> Steering | None:
-    """Read what was typed into the studio, ``12=8, 40=off``; None for nothing."""
+    """Parse steering text from the studio, ``12=8, 40=off``; None if blank."""
     if not text.strip():
         return None
     if not sae.strip():
-        raise UsageError("name the dictionary whose features are meant: a run of `posttrain sae train`, or a folder")
+        raise UsageError("select a dictionary: a `posttrain sae train` run, or a folder")
     try:
         changes = read_changes(text)
     except argparse.ArgumentTypeError as error:
@@ -63,15 +63,15 @@ def read_steering(text: str, sae: str, model: object, runs_dir: str | Path) -> S
 def check_steering(arguments: argparse.Namespace) -> None:
     """Refuse a dictionary without a change, or a change without a dictionary, before any model is loaded."""
     if arguments.sae is None and arguments.steer:
-        raise UsageError("--steer needs --sae, the dictionary whose features are meant")
+        raise UsageError("--steer needs --sae to select a dictionary")
     if arguments.sae is not None and not arguments.steer:
-        raise UsageError("--sae needs --steer FEATURE=STRENGTH; alone it changes nothing")
+        raise UsageError("--sae needs --steer FEATURE=STRENGTH to have an effect")
     if arguments.sae is not None:
         find_sae(arguments.sae, arguments.runs_dir)
 
 
 def steering_of(arguments: argparse.Namespace, model: object) -> tuple[AbstractContextManager[None], str]:
-    """Return a context in which a model is steered by the options, and its description (empty: nothing)."""
+    """Build a steering context from command line options, with a description (empty if unused)."""
     if arguments.sae is None:
         return nullcontext(), ""
     changes: dict[int, float | None] = {}

@@ -1,1 +1,1 @@
-"""Adapters that come with the package: our own objectives, and those of other trainers."""
+"""Bundled adapters: posttrain's own objectives, and other trainers."""

@@ -1,4 +1,4 @@
-"""Our own losses, advantages, scores and rows as an adapter: what ``posttrain conformance own`` checks."""
+"""Adapter for posttrain's own losses, advantages, scores and rows, checked by ``posttrain conformance own``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.conformance.cases import Config, FieldTensors, MicroBatches, sele
 from posttrain.types import Sample, collate
 
 _CLIPS = ("clip_low", "clip_high")
-# The options of each objective, by their names here.
+# Option names per objective.
 _OPTIONS = {
     "grpo": _CLIPS,
     "gspo": _CLIPS,
@@ -28,7 +28,7 @@ _OPTIONS = {
 
 
 def loss(batch: FieldTensors, config: Config, micro_batches: MicroBatches) -> Tensor:
-    """The loss of an optimizer batch: weights over all of it, then the sum over micro-batches."""
+    """Loss of an optimizer batch: weights over the whole batch, then a sum over micro-batches."""
     weights = _weights(batch["mask"], config)
     rows_of_units = 2 if config.aggregation == "pair_mean" else 1
     total = torch.zeros((), dtype=torch.float64)
@@ -59,7 +59,7 @@ def _values(batch: FieldTensors, config: Config) -> Tensor:
         options = {"odds_weight": config.beta}
     mask = batch["mask"]
     if config.objective == "distillation":
-        # what stands at padding, infinity too, is replaced before its gradient can be NaN
+        # overwrite padding, infinity included, before its gradient can turn into NaN
         outside = ~mask[..., None]
         student = batch["student_logits"].masked_fill(outside, 0.0).log_softmax(dim=-1)
         teacher = batch["teacher_logits"].masked_fill(outside, 0.0).log_softmax(dim=-1)
@@ -97,7 +97,7 @@ def advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
 def score(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
     """The log-probabilities and entropies that the trainer computes from logits."""
-    if find_spec("pydantic") is None:  # models are read with it
+    if find_spec("pydantic") is None:  # models are scored with it
         return NotImplemented
     from posttrain.models.heads import score_logits
 
@@ -111,7 +111,7 @@ def score(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
 def rows(
     prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of training: the prompt, then the answer, which is trained."""
+    """Training rows: prompt, then trained answer."""
     samples = []
     for prompt, answer in zip(prompts, answers, strict=True):
         mask = [False] * len(prompt) + [True] * len(answer)

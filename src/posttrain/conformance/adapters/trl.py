@@ -1,4 +1,4 @@
-"""The losses of TRL's ``GRPOTrainer`` and its scores as an adapter; recorded with TRL 1.16."""
+"""Adapter for TRL's ``GRPOTrainer`` losses and scores; recorded with TRL 1.16."""
 
 from collections import defaultdict
 
@@ -12,10 +12,10 @@ MASKS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def loss(batch, config, micro_batches):
-    """The sum of ``_compute_loss`` over the micro-batches of one generation batch, of a trainer without a model."""
+    """Sum ``_compute_loss`` over a generation batch's micro-batches, using a trainer without model."""
     me = GRPOTrainer.__new__(GRPOTrainer)
     vars(me).update(dict.fromkeys(OFF.split()), top_entropy_quantile=1.0, num_processes=1, training=True)
-    me.args = me.model = me.accelerator = me  # one object for four: what is read of them has different names
+    me.args = me.model = me.accelerator = me  # one object in four roles: their attribute names do not overlap
     me.loss_type, me.beta = TYPES.get(config.objective, {}).get(config.aggregation), config.kl_coef
     me.sapo_temperature_pos, me.sapo_temperature_neg = config.tau_positive, config.tau_negative
     me.epsilon_low, me.epsilon_high = config.clip_low, config.clip_high + (config.objective == "cispo")

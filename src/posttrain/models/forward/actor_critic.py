@@ -1,4 +1,4 @@
-"""A policy and a separate critic as one forward pass, and the values of the states that a head reads."""
+"""Policy plus separate critic as a single forward pass, and critic values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from posttrain.types import Batch, Outputs
 
 
 class ActorCritic:
-    """A policy and a separate critic as one forward pass: the policy's outputs with the critic's scores.
+    """A combined forward pass: policy outputs, critic scores.
 
-    Both read the same batch under one plan; where either cannot pack it, both take the padded path.
+    Both models read each batch under a shared plan; if either cannot pack it, both use the padded path.
     """
 
     def __init__(self, policy: Forward, critic: Forward) -> None:
@@ -31,17 +31,17 @@ class ActorCritic:
 
     @property
     def path(self) -> Literal["packed", "padded"]:
-        """``packed`` where both models are."""
+        """``packed`` only if policy and critic both pack."""
         return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether both are; it is both or neither."""
+        """Check sharding; policy and critic always match."""
         return self.policy.is_sharded
 
     @property
     def last_slots(self) -> int:
-        """Positions that the last pass computed over, in both models."""
+        """Positions computed during the latest pass, summed over policy and critic."""
         return self.policy.last_slots + self.critic.last_slots
 
     @property
@@ -57,17 +57,17 @@ class ActorCritic:
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """See ``Forward.backward_context``; the plan is the same for both models."""
+        """See ``Forward.backward_context``; policy and critic share a plan."""
         with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
             yield
 
 
 @torch.no_grad()
 def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Values of states without gradient: ``[B, T]`` before each trained token, ``[B]`` after the last one of each row.
+    """Compute detached state values: ``[B, T]`` before each trained token, ``[B]`` after every row's final token.
 
-    For a head with one output that reads ``before``. Each row gets one more token, to which nothing attends; the state
-    before it is that after the row's last one.
+    Requires a single-output head reading ``before``. Rows are extended by a dummy token, invisible to attention, whose
+    preceding state is the row's final state.
     """
     reader = forward.critic if isinstance(forward, ActorCritic) else forward
     assert reader.reads == "before", "a head that reads at a token gives no value of the state before it"

@@ -1,7 +1,7 @@
-"""Attention over a packed stream, registered in transformers' attention interface, so that its modules run unchanged.
+"""Attention over packed streams, registered with transformers so unmodified modules can use it.
 
-On a GPU runs in 16 bits attend as they are, without masks, by torch's variable-length flash attention (``varlen``).
-Elsewhere (fp32, float64, dropout, a GPU without flash) they attend in rectangles, after a prefix under a mask.
+On GPUs, 16-bit runs use torch's variable-length flash attention, without masks or padding. Otherwise (fp32, float64,
+dropout, GPUs without flash) runs are padded to rectangles, and prefixes are handled by masks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from posttrain.models.forward.packing import ROUND_TOKENS, PackedRun, Packing
 
 # (packing, q [N, H, D], k and v [N, K, D], scale) -> [N, H, D], with K a divisor of H
 Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]
-# How far a kernel that is right may be off, as a share of the largest number: in 16 bits and TF32, and in fp32.
+# Allowed kernel error relative to the largest magnitude: 16 bits and TF32, then fp32.
 COARSE, EXACT = 0.05, 1e-4
 ATTENTION_NAME = "posttrain_packed"
 
 
 class _Active:
-    """The current packing: one for all threads of the trainer, autograd's among them, or one of a thread of its own.
+    """Current packing: shared by all trainer threads (including autograd), or thread-local.
 
-    ``kernel``: that of the last packed stream, ``varlen`` or ``mask``.
+    ``kernel``: used for the latest packed stream, ``varlen`` or ``mask``.
     """
 
     shared: Packing | None = None
@@ -54,13 +54,15 @@ active = _Active()
 
 
 def in_own_thread() -> None:
-    """Let this thread, which computes next to the trainer, have a packing of its own."""
+    """Make this thread's packing independent from the trainer's."""
     active.own.packing = None
 
 
 class packed_attention:
-    """Context in which the model's attention follows a packing; backward runs inside it too, where activations are
-    recomputed. cuDNN's attention is off in it, since it plans each new shape for some 100 ms."""
+    """Route attention through a packing. Backward passes that recompute activations must run inside too.
+
+    cuDNN attention is disabled, because planning each new shape takes some 100 ms.
+    """
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -88,10 +90,10 @@ def install_packed_attention(model: Model) -> None:
 def attention_forward(
     module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in transformers' interface: by the active packing, else SDPA.
+    """Transformers attention function: packed if a packing is active, else SDPA.
 
     Raises:
-        ValueError: in a packing, a module brings a mask or a bias of its own, which may be zero until it is trained.
+        ValueError: during packing, a module passes a mask or bias, even if it currently is zero.
     """
     packing = active.packing
     if packing is None:
@@ -126,7 +128,7 @@ def attend(
 def in_rectangles(
     packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """Attend under masks, in the buckets of ``packing``: ``[N, H, D]``, zeros for the tokens that fill a stream up."""
+    """Compute masked attention per bucket: ``[N, H, D]``, zeros at filler positions."""
     parts = [q[:0]]  # for a stream that holds nothing
     buckets, order = packing.rectangles
     for bucket in buckets:
@@ -143,14 +145,14 @@ def in_rectangles(
 
 
 def unmasked_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Kernel | None:
-    """The kernel without a mask; None on a CPU or a Mac, and where this GPU has none."""
+    """Choose a mask-free kernel; None on CPUs, Macs, or GPUs lacking support."""
     if q.device.type in ("cpu", "mps") or dropout or q.shape[-1] != v.shape[-1] or not len(q):
         return None
     return kernel_for(q.device, _computed_in(q), q.shape[1], k.shape[1], q.shape[2])
 
 
 def _computed_in(q: Tensor) -> torch.dtype:
-    """The type of torch's own attention: autocast's, where that is on."""
+    """Resolve the dtype torch attention uses: autocast's if enabled."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -158,9 +160,9 @@ def _computed_in(q: Tensor) -> torch.dtype:
 
 
 def _rows(stream: Tensor, at: Tensor, num_runs: int) -> Tensor:
-    """``[S, H, W, D]``: the given places of ``stream [N, H, D]``.
+    """Gather rows from ``stream [N, H, D]`` as ``[S, H, W, D]``.
 
-    ``stream[at]`` would be slower, and its backward adds up in another order each time where there are two threads.
+    ``stream[at]`` is slower, and its multi-threaded backward accumulates in nondeterministic order.
     """
     return stream.index_select(0, at).unflatten(0, (num_runs, -1)).transpose(1, 2)
 
@@ -176,7 +178,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float |
 
 
 def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for each of q's, along dimension 1."""
+    """Repeat keys and values along dimension 1 to match q's head count."""
     times = q.shape[1] // k.shape[1]
     if times == 1:
         return k, v
@@ -192,9 +194,9 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 class SharedKeys(torch.autograd.Function):
-    """``stream[at]`` for a stream ``[N, K, D]``, whose places ``at`` several runs may share.
+    """Index ``stream [N, K, D]`` at ``at``, where several runs may share positions.
 
-    The gradient of a place is the sum over all runs that see it, in fp32: G sums in bfloat16 would each be rounded.
+    Gradients are summed over all sharing runs in fp32, avoiding G separate bfloat16 roundings.
     """
 
     @staticmethod
@@ -215,9 +217,9 @@ class SharedKeys(torch.autograd.Function):
 
 
 def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """Attend by ``torch.nn.attention.varlen``: own tokens as queries, prefix and own tokens as keys.
+    """Attend by ``torch.nn.attention.varlen``; keys are prefix plus queries.
 
-    Its causal window (-1, 0) is aligned at the end of queries and keys, as flash attention's is since version 2.1.
+    The causal window (-1, 0) is bottom-right aligned, like flash attention since version 2.1.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -237,7 +239,7 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
-    """``varlen`` where it is right on this device, else None."""
+    """Select ``varlen`` if correct on this device, else None."""
     if is_correct(varlen, device, dtype, heads, key_heads, head_dim):
         return varlen
     return None
@@ -246,12 +248,12 @@ def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: 
 def is_correct(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
-    """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
+    """Check that ``kernel`` runs here, with outputs and gradients matching masked fp32 attention."""
     runs = (PackedRun(0, 40), PackedRun(40, 130, 0, 40), PackedRun(170, 3, 0, 40), PackedRun(173, 30))
     nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
     packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
     coarse = dtype.itemsize < 4 or (device.type == "cuda" and torch.get_float32_matmul_precision() != "highest")
-    # A caller may keep what is saved for its backward pass, and may be in autocast; neither holds here.
+    # Override any saved-tensor hooks or autocast active in the caller.
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with own, torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         sides = [made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
@@ -259,7 +261,7 @@ def is_correct(
         try:
             got = _outcome(kernel, packing, sides)
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError):
-            return False  # this device, this dtype or this size of heads has none of it, or there is no compiler
+            return False  # unsupported device, dtype or head size, or missing compiler
     bound = EXACT
     if coarse:
         bound = COARSE
@@ -281,6 +283,6 @@ def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tens
 
 
 def made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Numbers like random ones, without a generator, so that a run's own stay as they are."""
+    """Deterministic pseudo-random numbers, leaving all generators untouched."""
     places = torch.arange(1, rows * heads * head_dim + 1, dtype=torch.float64)
     return (places * places * 0.6180339887).sin().float().view(rows, heads, head_dim).to(device)

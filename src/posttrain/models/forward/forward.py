@@ -1,4 +1,4 @@
-"""Per-token log-probabilities and scores of a batch: packed, prompts shared, at trained positions only."""
+"""Per-token log-probabilities and scores: packed, shared prompts, trained positions only."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 
 def causal_lm(model: Model) -> Any:
-    """The transformers causal LM inside ``model`` (itself, or the base of a peft model)."""
+    """Find the transformers causal LM within ``model``, unwrapping peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decoder_of(base: Model) -> Any:
-    """The module with a causal LM's last hidden states; ``get_decoder`` of some is the LM itself, or its head."""
+    """Find the module producing final hidden states; for some models, ``get_decoder`` gives the LM or LM head."""
     decoder, embedding = base.get_decoder(), base.get_input_embeddings()
     if decoder is not base and any(module is embedding for module in decoder.modules()):
         return decoder
@@ -45,25 +45,23 @@ def decoder_of(base: Model) -> Any:
 
 
 class Forward:
-    """The trainer's forward pass over one model, with or without a scalar head.
+    """The trainer's forward pass for a model, optionally including a scalar head.
 
-    ``path``: ``packed`` where the model's modules agree with it on a probe batch, else ``padded`` (the model's own
-    padded forward, whole logits).
+    ``path``: ``packed`` if results match on a probe batch, else ``padded`` (ordinary padded forward, full logits).
 
     Args:
-        model: a causal LM, plain or peft.
-        temperature: log-probabilities are of the logits divided by it.
-        head: fills ``Outputs.scores`` from the hidden states under the LM head.
-        reads: for the trained token t the head reads the state before it (``before``: the value of the state in which t
-            was chosen) or t's own (``at``: labels of tokens and steps); ``last``: t's own, of the last one of a row
-            alone (rewards), with 0 for the others.
-        scores_only: the LM head is not computed (reward models, separate critics).
-        precision: ``bf16`` computes the model's products in bfloat16 (autocast). The LM head of the packed path and a
-            scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1, arXiv:2506.13585,
-            section 3.2).
+        model: causal LM, plain or peft.
+        temperature: divides logits before computing log-probabilities.
+        head: computes ``Outputs.scores`` from the LM head's input states.
+        reads: which state a head reads for trained token t. ``before``: the preceding state, for values; ``at``: t's
+            own state, for token and step labels; ``last``: only the row's final trained token, for rewards, with 0
+            elsewhere.
+        scores_only: skip the LM head (reward models, separate critics).
+        precision: ``bf16`` runs model products under bfloat16 autocast. Scalar heads and the packed path's LM head
+            keep their dtype: bfloat16 shifts a logit of 20 by 0.06 (MiniMax-M1, arXiv:2506.13585, section 3.2).
 
     Raises:
-        UsageError: the model's attention (``model.attention``) does not compute what SDPA does.
+        UsageError: ``model.attention`` and SDPA give different results.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Forward:
         self.reads: Reads = reads
         self.scores_only = scores_only
         own = causal_lm(model).config._attn_implementation
-        self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
+        self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # already packed by another Forward
         self.layers = FusedLayers(causal_lm(model))
         self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
@@ -91,9 +89,9 @@ class Forward:
         self.root: Within | None = None  # gathers the shards for a pass
         self.num_ids: int | None = None  # see ``restrict``
         self.restricts_targets = False
-        self.routers: Routers | None = None  # of which each pass keeps ``routed``
+        self.routers: Routers | None = None  # if set, each pass stores ``routed``
         self.routed: RouterSums | None = None
-        self.noise: NoisyRows | None = None  # on the embeddings of each pass
+        self.noise: NoisyRows | None = None  # added to embeddings
         self.choose_path()
         self.last_packing: Packing | None = None
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
@@ -101,18 +99,18 @@ class Forward:
     def alike(
         self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
-        """The same pass over another model, or with a head."""
+        """Build a similar pass for another model or head."""
         return Forward(model, self.temperature, head, reads, scores_only, self.precision)
 
     @property
     def num_rows(self) -> int:
-        """Return the number of ids that have a logit; embeddings are often padded beyond the tokenizer's."""
+        """Count output rows; padded embeddings may exceed the tokenizer's vocabulary."""
         return int(causal_lm(self.model).get_output_embeddings().weight.shape[0])
 
     def restrict(self, num_ids: int | None, *, targets: bool = False) -> None:
-        """Let distributions over candidates be over the first ``num_ids`` ids; None: over all.
+        """Restrict candidate distributions to the first ``num_ids`` ids; None: unrestricted.
 
-        ``targets``: also the log-probabilities of the trained tokens, of which others are ``LOG_ZERO``.
+        ``targets``: restrict trained tokens as well, giving excluded ids ``LOG_ZERO``.
         """
         self.num_ids = None if num_ids is None or num_ids >= self.num_rows else num_ids
         self.restricts_targets = targets and self.num_ids is not None
@@ -123,37 +121,37 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Device of the LM head, and of the outputs."""
+        """LM head device, where outputs also live."""
         return causal_lm(self.model).get_output_embeddings().weight.device
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
-        """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
+        """Compute log-probabilities (and entropies) at trained positions: ``float32 [B, T]``, 0 elsewhere.
 
-        With ``scores_only`` they are 0 everywhere, without entropy. ``with_candidates``: also of the tokens in the
-        stream ``teacher_ids`` (``int64 [B, T, K]``). Backward must run before the next call, inside
-        ``backward_context`` when activations are recomputed. The batch is best on the CPU, where it is planned.
+        ``scores_only`` models return zeros, without entropy. ``with_candidates``: also score ``teacher_ids``
+        (``int64 [B, T, K]``). Run backward before calling again, within ``backward_context`` if activations are
+        recomputed. Prefer CPU batches, because planning reads their values.
         """
         return self.run(batch, self.plan(batch), entropy, with_candidates)
 
     def plan(self, batch: Batch) -> Packing | None:
-        """The packing of a batch, on the model's device; None where it takes the padded path."""
+        """Pack a batch onto the model's device; None for the padded path."""
         if not self.packs(batch):
             return None
-        if self.noise is not None:  # of each row its own, so that no prompt is shared
+        if self.noise is not None:  # noise differs per row, so prompts cannot be shared
             batch = replace(batch, group=torch.arange(batch.num_rows))
         return pack(self._as_read(batch), reads=self.reads, keeps_last=self.routers is not None).to(self.device)
 
     def packs(self, batch: Batch) -> bool:
-        """Return True if the batch is packed: no row is longer than a window or chunk of the model's attention."""
+        """Check if a batch is packed: the packed path is active, and rows fit within attention windows and chunks."""
         return self.path == "packed" and (self.window is None or self._columns(batch) <= self.window)
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
-        """``__call__`` with a given plan, so that two models may share it."""
+        """``__call__`` using a given plan, which two models may share."""
         return Outputs(*self._gathered(lambda: self._outputs(batch, packing, entropy, with_candidates)))
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if each process has only a part of the weights."""
+        """Check if weights are sharded across processes."""
         return self.root is not None
 
     def _gathered(self, compute: Callable[[], T]) -> T:
@@ -181,7 +179,7 @@ class Forward:
         )
 
     def read_scores(self, batch: Batch) -> Tensor:
-        """The head's scores alone, ``[B, T]`` or ``[B, T, C]``; the LM head is not computed."""
+        """Compute head scores, ``[B, T]`` or ``[B, T, C]``, skipping the LM head."""
         return self._gathered(lambda: self._scores(self._states(batch, self.plan(batch), predicts=False)))
 
     @torch.no_grad()
@@ -208,15 +206,15 @@ class Forward:
                 yield
 
     def _columns(self, batch: Batch) -> int:
-        """Return the number of columns that are computed: the last one, which predicts nothing, if it is read."""
+        """Count computed columns; final columns predict nothing, so they are dropped unless read."""
         drops_last = self.reads == "before" and self.routers is None
         return max(1, batch.tokens.shape[1] - (1 if drops_last else 0))
 
     def _as_read(self, batch: Batch) -> Batch:
-        """The batch with the trained tokens that are read."""
+        """Restrict the mask to trained tokens actually read."""
         if self.reads != "last":
             return batch
-        behind = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
+        behind = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens remaining, including this position
         return replace(batch, mask=batch.mask & (behind == 1))
 
     def _states(self, batch: Batch, packing: Packing | None, *, predicts: bool) -> States:
@@ -276,7 +274,7 @@ class Forward:
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
         self.attention = active.kernel
-        hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
+        hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # unchanged, except bf16 products in some models
         predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
         if self.head is not None:
@@ -299,7 +297,7 @@ class Forward:
         )
 
     def _products(self) -> AbstractContextManager[Any]:
-        """Context of the model's products, in its ``precision``."""
+        """Enter autocast according to ``precision``."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _padded(self, batch: Batch, columns: int, predicts: bool) -> States:
@@ -314,7 +312,7 @@ class Forward:
         hidden_states: list[Tensor] = []
         predicting = None
         if predicts:
-            # Logits are the model's own, which may scale or cap what the LM head gives.
+            # Use model logits, which may be scaled or capped after the LM head.
             hook = decoder.register_forward_hook(lambda _, __, output: hidden_states.append(output.last_hidden_state))
             try:
                 with self._products():
@@ -339,7 +337,7 @@ class Forward:
         return states.spread(self.head(states.reading))
 
     def _draws_of(self, batch: Batch) -> Draws | None:
-        """The way in which the trained tokens were drawn; None: from the model's own distribution."""
+        """Describe the sampling distribution; None for the plain model distribution."""
         if batch.kept is None and batch.rules is None:
             return None
         mask = self._as_read(batch).mask
@@ -356,9 +354,9 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """Return True if the model may take SDPA.
+        """Check SDPA support.
 
-        With capped scores (which transformers 5.17 leaves out) or sinks it keeps its own attention, padded.
+        Capped attention scores (dropped by transformers 5.17's SDPA) require the model's original attention, padded.
         """
         model = causal_lm(self.model)
         is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -386,10 +384,10 @@ class Forward:
 
     @torch.no_grad()
     def _refuse_reading_ahead(self) -> None:
-        """Refuse a model whose logits depend on later tokens, as an encoder's do; the packed path is causal by itself.
+        """Refuse models whose logits depend on later tokens, such as encoders; the packed path is always causal.
 
         Raises:
-            UsageError: with the name of its class, or the reason why it computes nothing.
+            UsageError: names the model class, or explains why computing failed.
         """
         base = causal_lm(self.model)
         ids = _probe_batch(base.config.get_text_config().vocab_size).tokens.to(self.device)
@@ -407,9 +405,9 @@ class Forward:
 
     @torch.no_grad()
     def _agrees(self, paths: Sequence[Literal["packed", "padded"]]) -> bool:
-        """Compare log-probabilities of SDPA, padded, and of ``paths`` on a small ragged batch with a shared prompt.
+        """Check ``paths`` against padded SDPA on a small ragged batch containing a shared prompt.
 
-        The padded path is compared under the packed attention's name, too: some models choose their masks by it.
+        Padded runs use the packed attention's name as well, because some models select masks by name.
         """
         base = causal_lm(self.model)
         batch = _probe_batch(base.config.get_text_config().vocab_size)
@@ -431,7 +429,7 @@ class Forward:
 
     @property
     def _rounding(self) -> float:
-        """Largest difference of two ways to compute a logit."""
+        """Allowed logit difference between two computation paths."""
         is_exact = causal_lm(self.model).get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
         if self.device.type != "cpu":
             is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3

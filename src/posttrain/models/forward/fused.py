@@ -1,10 +1,10 @@
-"""RMS norm, rotary embedding, SwiGLU and the scores of tokens with backward passes of their own.
+"""RMS norm, rotary embedding, SwiGLU and token scores using custom backward passes.
 
-They take fewer passes over memory than autograd's steps, and keep only their inputs: without them forward and backward
-of the embedded model take 1.34 times as long (rows of 150 tokens in groups), and 1.24 times (rows of 320).
-``FusedLayers`` puts them into modules that it knows exactly, while a packed batch is computed in fp32; on a GPU also
-of weights in 16 bits, and of fp32 weights under autocast: norms, rotary embedding and residuals in fp32, products and
-SwiGLU in autocast's type. ``ENABLED = False`` switches them off, for comparison; a gradient differs by rounding.
+These need fewer memory passes than autograd, and store only their inputs. Without them, forward plus backward for the
+embedded model takes 1.34 times as long on 150-token grouped rows, 1.24 times on 320-token rows. ``FusedLayers``
+patches exactly recognized modules during packed fp32 passes. GPUs also support 16-bit weights, and fp32 weights under
+autocast: norms, rotary embedding and residuals use fp32; products and SwiGLU use autocast's dtype.
+``ENABLED = False`` disables everything for comparison; gradients then differ by rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.models.forward.attention import active, attend
 
 ENABLED = True
 HALF_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run in 16 bits and under autocast
-# The families whose modules are these: name of the module of transformers, prefix of its classes.
+# Supported families: transformers module name, class prefix.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -57,9 +57,9 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding (Su et al. 2021) of x ``[N, H, D]`` by cos, sin ``[N, 1, D]``: the halves of D are the pairs.
+    """Rotary embedding (Su et al. 2021): x ``[N, H, D]``; cos, sin ``[N, 1, D]``; pairs span both halves of D.
 
-    ``y1 = x1 c1 - x2 s1``, ``y2 = x2 c2 + x1 s2``; the backward pass is its transpose.
+    ``y1 = x1 c1 - x2 s1``, ``y2 = x2 c2 + x1 s2``; backward applies the transpose.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class Rotate(torch.autograd.Function):
 
 
 class SwiGlu(torch.autograd.Function):
-    """``silu(gate) * up`` (Shazeer 2020), of one shape; ``silu(gate)`` is computed again in the backward pass."""
+    """``silu(gate) * up`` (Shazeer 2020), equal shapes; backward recomputes ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -98,10 +98,11 @@ class SwiGlu(torch.autograd.Function):
 
 
 class TokenScores(torch.autograd.Function):
-    """Log-probabilities ``[M, K]`` of tokens ``ids [M, K]`` under ``logits [M, V]``; entropies ``[M]``, detached.
+    """Compute log-probabilities ``[M, K]`` for ``ids [M, K]`` under ``logits [M, V]``, plus detached entropies
+    ``[M]``.
 
-    With z the logits below their maximum m and p their softmax, the log-sum of exponentials of z is ``l = -log p_m``
-    (p_m is at least 1/V), ``log p_t = z_t - l`` and ``H = l - sum of p z``. Only p is kept.
+    Let z be logits minus their maximum m, p their softmax. Then z's log-sum-exp equals ``l = -log p_m`` (p_m >= 1/V),
+    ``log p_t = z_t - l`` and ``H = l - sum of p z``. Only p is saved.
     """
 
     @staticmethod
@@ -115,7 +116,7 @@ class TokenScores(torch.autograd.Function):
             if logits.device.type == "cpu":
                 entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             if entropy is None or not bool(entropy.isfinite().all()):  # a GPU would have to be waited for
-                # 0 · (−inf) is a token that cannot occur: it adds nothing.
+                # 0 · (−inf) marks an impossible token, which adds nothing.
                 below.clamp_(min=torch.finfo(below.dtype).min)
                 entropy = log_sum - torch.linalg.vecdot(probabilities, below)
             ctx.mark_non_differentiable(entropy)
@@ -130,11 +131,11 @@ class TokenScores(torch.autograd.Function):
 
 
 class FusedLayers:
-    """Context in which known modules of ``model`` compute through the functions above; recomputations, too.
+    """Patch ``model``'s recognized modules to use these functions, also during recomputation.
 
-    A known module is of one of ``FAMILIES``, of transformers' own class without hooks. Projections are called as the
-    modules that they are (an adapter, few bits). After the attention of a known last layer only ``Packing.read`` is
-    computed, which takes a tenth off a step of a reward model.
+    Recognized modules belong to ``FAMILIES``, have transformers' original class and no hooks. Projections are still
+    called as modules, supporting adapters and quantization. In a recognized last layer, only ``Packing.read``
+    positions are computed after attention, making reward-model steps a tenth faster.
     """
 
     def __init__(self, model: Model) -> None:
@@ -168,7 +169,7 @@ class FusedLayers:
 
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
-    """The function in the place of a module's ``forward``; None where the module is not known exactly."""
+    """Build a replacement ``forward``; None for unrecognized modules."""
     kind, parts = type(module), type(module).__module__.split(".")
     family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
     is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
@@ -189,7 +190,7 @@ def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
 
 
 def _product_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the 16-bit type in which ``x`` meets ``weight`` on a device of ``HALF_FUSED_ON``; None elsewhere."""
+    """Find the 16-bit dtype for multiplying ``x`` by ``weight`` on ``HALF_FUSED_ON`` devices; None otherwise."""
     kind = x.device.type
     if kind not in HALF_FUSED_ON or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -216,16 +217,16 @@ def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
     kind = _product_type(x, module.gate_proj.weight)
-    x = x if kind is None else x.to(kind)  # once for both products
+    x = x if kind is None else x.to(kind)  # shared by two products
     gate, up = module.gate_proj(x), module.up_proj(x)
     is_fused = kind is not None or _is_fp32(gate, up)
     return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
 
 
 def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """The last layer, with zeros at tokens that are not read.
+    """Compute the last layer, filling unread positions by zeros.
 
-    With recomputation it is whole: transformers recomputes the ``forward`` of its own class.
+    Under recomputation it runs in full, because transformers recomputes the original class's ``forward``.
     """
     packing = active.packing
     if packing is None or packing.read is None or module.gradient_checkpointing:
@@ -252,7 +253,7 @@ def _attention(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
     assert packing is not None
-    hidden_states = hidden_states if kind is None else hidden_states.to(kind)  # once for three products
+    hidden_states = hidden_states if kind is None else hidden_states.to(kind)  # shared by three products
     shape = (hidden_states.shape[1], -1, module.head_dim)
     q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
     q = _norm_and_rotate(q, cos[0], sin[0], getattr(module, "q_norm", None))

@@ -17,16 +17,16 @@ _KEPT = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
 
 
 def checkpointed_layers(model: Model) -> list[Any]:
-    """The layers of a transformers model that can be computed again."""
+    """Find a transformers model's checkpointable layers."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 @contextmanager
 def gradient_checkpointing(models: Sequence[Model]) -> Iterator[None]:
-    """Let forward and backward keep only the inputs of each layer of ``models`` inside the block.
+    """Enable gradient checkpointing for ``models`` in this block: only layer inputs are stored.
 
-    Chen et al. (2016), "Training deep nets with sublinear memory cost". Random numbers (an adapter's dropout) are the
-    same both times. Only a layer's own training flag is set, since those of its modules would switch on dropout.
+    Chen et al. (2016), "Training deep nets with sublinear memory cost". Recomputation repeats random numbers (adapter
+    dropout). Only each layer's training flag is set: setting submodules' flags would enable dropout.
     """
     layers = [layer for model in models for layer in checkpointed_layers(model)]
     before = [{name: value for name, value in vars(layer).items() if name in _KEPT} for layer in layers]

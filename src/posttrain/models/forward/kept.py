@@ -1,19 +1,20 @@
-"""Bytes that the trainer's pass keeps between forward and backward, from the configuration of a model.
+"""Estimate activation bytes stored for the backward pass, from a model configuration.
 
-With N tokens of a micro-batch in the trainer's pass (a shared prompt counts once), Q and K slots of queries and keys,
-L layers, width d, MLP width f, attention widths a and k, s bytes of a weight, a layer keeps in bytes:
+Notation: N micro-batch positions (shared prompts count once), Q query and K key slots, L layers, width d, MLP width f,
+attention widths a and k, s bytes per weight. Bytes stored per layer:
 
-- the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
-  and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
-  the families of ``models/forward/fused.py`` keep no normed values and 2f;
-- attention: s · (2aQ + 2kK) + 4 · heads · Q, and the mask, s · Q · keys of a row, where a prompt is shared;
-- under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes next to 4 · rank.
+- linear layer inputs, s · N · (2d + a + f); norm inputs, s · N · 2d (a + k more if queries and keys are normalized),
+  doubled for trained RMS norms; MLP internals, s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32, families in
+  ``models/forward/fused.py`` skip normalized values and 2f;
+- attention, s · (2aQ + 2kK) + 4 · heads · Q, plus masks for shared prompts, s · Q · keys per row;
+- adapters: 4-byte norms; per adapted layer, a 4-byte input plus 4 · rank.
 
-Those families on a GPU with products in 16 bits (weights in bf16, or ``train.precision: bf16``) keep, with r bytes of a
-residual (those of a weight), r · N · 2d and r · N · (a + k) for the inputs of norms, 2 · N · (2d + 3f) for those of
-products and SwiGLU, and no mask; an adapter without autocast has an input of 4 bytes for each of its layers.
+With 16-bit GPU products (bf16 weights, or ``train.precision: bf16``), these families store, given r bytes per residual
+value (same as weights): norm inputs r · N · 2d and r · N · (a + k); product and SwiGLU inputs 2 · N · (2d + 3f); no
+mask. Adapters without autocast store a 4-byte input per adapted layer.
 
-With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
+With ``train.gradient_checkpointing``, only a single layer counts, as far as it exceeds the logits, plus
+s · d · N · L.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.forward.predictions import kept_elements, max_logit_elements
 from posttrain.recipes.sections import AdapterSection, ModelSection, TrainSection
 
-# Architectures whose activations were counted: whether queries and keys have norms.
+# Architectures whose activations were measured: whether queries and keys are normalized.
 QK_NORMS = {"qwen3": True, "olmo2": True, "qwen2": False, "llama": False, "gpt2": False}
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the model: its name, its shape, in how many layers it is, and in and out of a linear layer."""
+    """Model tensor: name, shape, layer count, input and output width if linear."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,10 +53,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A micro-batch of the longest rows: ``prompt`` and ``answer`` tokens each, in groups that share prompts.
+    """A worst-case micro-batch: ``prompt`` and ``answer`` lengths, grouped by shared prompt.
 
-    ``prompt`` is 0 where rows share nothing; their ``answer`` is then the whole row. One token of a row is left out
-    where nothing reads its state.
+    Without sharing, ``prompt`` is 0 and ``answer`` covers whole rows. Each row omits a single token if no head reads
+    its state.
     """
 
     rows: int
@@ -74,12 +75,12 @@ class Micro:
 
 
 def up_to(multiple: int, number: int) -> int:
-    """Return the least multiple that is not below a number."""
+    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
-    """Yield the two factors of each adapted layer."""
+    """Yield both low-rank factors per adapted layer."""
     for weight in weights:
         layer = f".{weight.name.removesuffix('.weight')}"
         is_meant = adapter.targets == "all-linear" or any(layer.endswith(f".{target}") for target in adapter.targets)
@@ -91,10 +92,10 @@ def low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]
 
 @dataclass(frozen=True, slots=True)
 class KeptLayer:
-    """A layer of the model as it is computed: widths in numbers, and ``size``, the bytes of a number of its weights.
+    """Computed layer: widths in elements; ``size``, bytes per weight.
 
-    ``queries``, ``keys``: of all heads of a token. ``inner``: of the feed-forward part. ``is_half``: products are
-    computed in 16 bits on a GPU. ``is_fused``: our own kernels compute norms and gates.
+    ``queries``, ``keys``: total head widths per position. ``inner``: feed-forward width. ``is_half``: GPU products use
+    16 bits. ``is_fused``: norms and gates use this package's kernels.
     """
 
     family: str
@@ -129,7 +130,7 @@ class KeptLayer:
 
     @property
     def between(self) -> int:
-        """The numbers that are kept between the two products of the feed-forward part."""
+        """Count values stored between the two feed-forward products."""
         if self.is_gpt2 and self.keeps_gelu:
             return 4 * self.inner
         if self.is_gpt2:
@@ -140,7 +141,7 @@ class KeptLayer:
 
 
 def kept_layer(config: PretrainedConfig, model: ModelSection, train: TrainSection, *, on_gpu: bool) -> KeptLayer:
-    """Return the sizes of a layer that the recipe's ``model`` and ``train`` give this configuration."""
+    """Derive layer sizes from configuration plus recipe sections ``model`` and ``train``."""
     size = BYTES[model.dtype]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -174,7 +175,7 @@ def kept_layer(config: PretrainedConfig, model: ModelSection, train: TrainSectio
 def activation_bytes(
     layer: KeptLayer, micro: Micro, weights: list[Weight], adapter: AdapterSection | None, logits: int
 ) -> int:
-    """Return bytes that the layers, the final norm and its reader keep for the backward pass."""
+    """Sum stored bytes for layers, final norm and its consumer."""
     tokens = up_to(ROUND_TOKENS, micro.queries)
     if adapter is None:
         of_token = _trained_bytes(layer)
@@ -183,7 +184,7 @@ def activation_bytes(
         of_token = _adapted_bytes(layer, adapter, factors)
     of_layer = _attention_bytes(layer, micro) + tokens * of_token
     of_layers = of_layer * layer.number
-    if layer.is_recomputed:  # the inputs of the layers, and one layer that is computed again
+    if layer.is_recomputed:  # layer inputs, plus a single recomputed layer
         gates = 3
         if layer.is_fused:
             gates = 2
@@ -196,7 +197,7 @@ def activation_bytes(
 
 
 def _attention_bytes(layer: KeptLayer, micro: Micro) -> int:
-    """Return bytes of queries, keys, values and outputs, of the normalizers, and of the mask where there is one."""
+    """Sum attention bytes: queries, keys, values, outputs, normalizers, masks if used."""
     number = layer.size
     seen = layer.keys
     if layer.is_half:
@@ -210,7 +211,7 @@ def _attention_bytes(layer: KeptLayer, micro: Micro) -> int:
 
 
 def _trained_bytes(layer: KeptLayer) -> int:
-    """Return bytes that a token leaves in norms and products of a layer, all of whose weights are trained."""
+    """Count bytes stored per position by norms and products, all weights trained."""
     if layer.is_half and layer.is_fused:
         return layer.size * layer.normed + 2 * 2 * layer.inner + 2 * (2 * layer.width + layer.inner)
     num_norms = 2
@@ -220,7 +221,7 @@ def _trained_bytes(layer: KeptLayer) -> int:
 
 
 def _adapted_bytes(layer: KeptLayer, adapter: AdapterSection, factors: list[Weight]) -> int:
-    """Return bytes that a token leaves in a layer under an adapter, whose first factors are ``factors``."""
+    """Count bytes stored per position under an adapter, given its input ``factors``."""
     targets = [w.shape[1] for w in factors]
     inner = adapter.rank * len(targets)  # between the two factors
     if layer.is_half and layer.is_fused:
@@ -230,7 +231,7 @@ def _adapted_bytes(layer: KeptLayer, adapter: AdapterSection, factors: list[Weig
         if layer.is_autocast:
             number = 2
         if layer.is_autocast and not adapter.dropout:
-            # layers of one place share their input; attention keeps its own output
+            # parallel projections share an input; attention stores its output
             places = {(w.name.rsplit(".", 3)[0], w.shape[1]) for w in factors if ".o_proj." not in w.name}
             own = sum(size_in for _, size_in in places)
         kept += number * (own + inner)
@@ -251,7 +252,7 @@ def _adapted_bytes(layer: KeptLayer, adapter: AdapterSection, factors: list[Weig
 
 @cache
 def _repeats_keys() -> bool:
-    """Return True where variable-length attention wants a key for every query head (torch 2.11)."""
+    """Check if variable-length attention needs keys repeated per query head (torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" not in inspect.signature(varlen_attn).parameters
@@ -260,8 +261,10 @@ def _repeats_keys() -> bool:
 def logit_bytes(
     config: PretrainedConfig, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool
 ) -> int:
-    """Return bytes of the logits, probabilities and gradients of the tokens that are computed at a time (16 or 18 bytes
-    each), and of a trained head's gradient and kept probabilities."""
+    """Sum bytes for logits, probabilities and gradients per chunk (16 or 18 bytes each).
+
+    Trained heads add their gradient and stored probabilities.
+    """
     trained = up_to(ROUND_TOKENS, micro.trained)
     rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     numbers = rows * (16 if size == 4 else 18)

@@ -1,8 +1,8 @@
-"""Linear layers through oneDNN, forward and backward, on the CPUs where it is faster than MKL, which torch takes.
+"""Linear layers through oneDNN, forward and backward, on CPUs where it beats MKL (torch's default).
 
-With one core, an AMD EPYC with AVX-512 reaches 110 GFLOP/s by MKL and 255 by oneDNN (4352 × 384 × 128); with AVX2 only
-89 and 82; an Intel Xeon takes 51 microseconds by MKL and 73 by oneDNN (64 × 128 × 384). The choice is by the kind of
-CPU, not by a measurement, so that two runs on one machine do not differ.
+Single-core AVX-512 AMD EPYC: MKL 110 GFLOP/s, oneDNN 255 (4352 × 384 × 128); using AVX2 merely 89 versus 82. Intel
+Xeon: MKL 51 microseconds, oneDNN 73 (64 × 128 × 384). CPU type decides rather than timing, so runs on the same
+machine agree.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# The operator takes (x, weight, bias, activation, its arguments, its algorithm). It is not part of
-# torch's public interface: where a torch has it no more, everything falls back to F.linear.
+# Operator arguments: x, weight, bias, activation, activation arguments, algorithm. This torch operator is private; if
+# missing, everything falls back to F.linear.
 ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 # Its own overhead of some 10 microseconds pays from this many multiplications on.
 ONEDNN_LEAST = 1_200_000
 
 
 def _is_faster(vendor: str | None, capability: str) -> bool:
-    """Return True if oneDNN is the faster library for this ``vendor_id`` and torch's name for the widest vectors."""
+    """Check if oneDNN wins for this ``vendor_id`` and vector extension (torch's name)."""
     if ONEDNN_LINEAR is None:
         return False
     return not torch.backends.mkl.is_available() or (vendor != "GenuineIntel" and capability.startswith("AVX512"))
@@ -44,7 +44,7 @@ IS_FASTER = _is_faster(_cpu_vendor(), torch.backends.cpu.get_cpu_capability())
 
 
 def takes_onednn(weight: Tensor) -> bool:
-    """Return True if a product with this weight goes to oneDNN: fp32 on a CPU where that is the faster library."""
+    """Check if products with this weight use oneDNN: fp32, on CPUs favoring oneDNN."""
     return IS_FASTER and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
@@ -55,7 +55,7 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """``F.linear`` with all three products (output, input gradient, weight gradient) through oneDNN."""
+    """``F.linear`` using oneDNN for output, input gradient and weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,7 +71,7 @@ class OneDnnLinear(torch.autograd.Function):
             for_x = onednn_product(gradient.contiguous(), weight.t())
         if ctx.needs_input_grad[1]:
             rows, inputs = gradient.flatten(0, -2), x.flatten(0, -2)
-            # oneDNN copies its first operand when that is transposed, so the smaller one goes first.
+            # oneDNN copies transposed first operands, so the smaller operand goes first.
             if rows.shape[1] <= inputs.shape[1]:
                 for_weight = onednn_product(rows.t(), inputs.t())
             else:
@@ -82,7 +82,7 @@ class OneDnnLinear(torch.autograd.Function):
 
 
 class fast_linear(TorchFunctionMode):
-    """Context in which ``F.linear`` takes the faster product; a recomputation in backward is inside it by ``again``."""
+    """Patch ``F.linear`` to use the faster product; ``again`` extends this to recomputation."""
 
     _depth = 0
 
@@ -96,7 +96,7 @@ class fast_linear(TorchFunctionMode):
 
     @staticmethod
     def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For ``torch.utils.checkpoint``: around what is computed now (nothing), and around its recomputation."""
+        """Context pair for ``torch.utils.checkpoint``: nothing during forward, this patch during recomputation."""
         return nullcontext(), fast_linear() if fast_linear._depth else nullcontext()
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Rules that change the logits of a token as a function of the tokens before it; sampler and trainer apply the same."""
+"""Logit rules depending on preceding tokens; shared by sampler and trainer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FAR_BELOW = -1e30  # a logit whose probability is 0, and finite: 0 times it is 0
 
 
 def apply_rules(rules: LogitRules, logits: Tensor, seen: Tensor | None, barred: Tensor | None) -> Tensor:
-    """Return the logits ``[R, V]`` after the rules, in fp32 or float64.
+    """Apply rules to logits ``[R, V]``, in fp32 or float64.
 
-    seen ``bool [R, V]``: the tokens of the prefix, for a penalty. barred ``bool [R, V]``: tokens of probability 0.
+    seen ``bool [R, V]``: prefix tokens, for repetition penalties. barred ``bool [R, V]``: forbidden tokens.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -35,7 +35,7 @@ def ids_as_mask(ids: Sequence[int], num_ids: int, device: torch.device) -> Tenso
 
 
 def tokens_before(tokens: Tensor, columns: Tensor, num_ids: int) -> Tensor:
-    """``bool [M, num_ids]``: the tokens of each row of ``tokens [M, T]`` before its column (``int64 [M]``, above 0)."""
+    """Mark tokens seen earlier, ``bool [M, num_ids]``: row ``tokens [M, T]`` before column ``int64 [M]`` (positive)."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     prefixes = torch.where(places < columns.clamp(min=1)[:, None], tokens, tokens[:, :1])
     seen = torch.zeros((len(tokens), num_ids), dtype=torch.bool, device=tokens.device)

@@ -1,6 +1,6 @@
-"""Micro-batches: rows of an optimizer batch, or texts, in pieces of a bounded number of tokens.
+"""Micro-batches: optimizer batches or texts divided into token-bounded pieces.
 
-``MicroBatching`` is the pass over a batch, for training, scores and evaluations, in one process or several.
+``MicroBatching`` runs whole batches for training, scoring and evaluation, across any number of processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ForwardPass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of a batch that a model reads together. ``counts``: False for a pass that this process has no rows for."""
+    """Rows computed together. ``counts``: False for dummy passes by processes lacking rows."""
 
     rows: list[int]
     part: Batch
@@ -36,17 +36,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """The division of batches into micro-batches, and of these over the processes (see ``split_rows``)."""
+    """Splits batches into micro-batches, distributed across processes (see ``split_rows``)."""
 
     max_tokens: int
     max_rows: int | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
 
     def over(self, batch: Batch, forward: ForwardPass) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that this process passes through ``forward``.
+        """Yield micro-batches for this process to run through ``forward``.
 
-        A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer
-        micro-batches passes the first unit again, which does not count.
+        Sharded models gather weights collectively, so every process must run equally many passes. Processes having
+        fewer micro-batches repeat their first unit, uncounted.
         """
         pieces = split_rows(batch, self.max_tokens, self.max_rows, self.process_group)
         most = len(pieces)
@@ -59,7 +59,7 @@ class MicroBatching:
             yield MicroBatch(rows, batch.select(rows), counts=False)
 
     def each(self, batch: Batch, forward: ForwardPass, compute: Callable[[Batch], T]) -> Iterator[tuple[list[int], T]]:
-        """Yield the rows of each micro-batch of this process, with what is computed of them."""
+        """Yield row indices plus computed results per local micro-batch."""
         for micro in self.over(batch, forward):
             computed = compute(micro.part)
             if micro.counts:
@@ -68,7 +68,7 @@ class MicroBatching:
     def total(
         self, batch: Batch, forward: ForwardPass, measure: Callable[[Batch], tuple[float, float]], what: str
     ) -> tuple[float, float]:
-        """Return the sums of two numbers over the micro-batches of all processes; ``what`` names them in a failure."""
+        """Sum two numbers over micro-batches across processes; ``what`` labels failures."""
         first = 0.0
         second = 0.0
         for _, (one, other) in self.each(batch, forward, measure):
@@ -81,11 +81,11 @@ class MicroBatching:
 def split_rows(
     batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> list[list[int]]:
-    """Row indices of each piece of this process; every row is in exactly one piece of one process.
+    """Divide rows into pieces per process; every row lands in exactly one piece.
 
-    A row costs its own tokens, and its prompt's unless a row of its group is in the piece. The rows of a unit stay
-    together, in order; groups do where the budget allows. A unit larger than the budget is a piece of its own.
-    Processes get neighbouring units, about as many tokens each, or none.
+    A row costs its tokens, plus its prompt's if no group member precedes it in that piece. Units stay whole and
+    ordered; groups stay whole if budgets allow. Oversized units form separate pieces. Processes receive consecutive
+    units with similar token totals, possibly none.
     """
     lengths = batch.lengths.tolist()
     groups = batch.group.tolist()
@@ -95,7 +95,7 @@ def split_rows(
     if process_group.size > 1:
         order = _span(order, [sum(lengths[first : first + each]) for first in order], process_group)
     pieces: list[list[int]] = [[]]
-    used = 0  # tokens of the last piece
+    used = 0  # tokens in the current piece
     seen: set[int] = set()  # its groups
 
     def cost_of(unit: range) -> int:
@@ -120,7 +120,7 @@ def split_rows(
 
 
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:
-    """Return the units whose middle lies in this process's part of the sum of all costs."""
+    """Select units whose midpoint falls within this process's share of total cost."""
     total = sum(costs)
     before = itertools.accumulate(costs, initial=0)
     middles = ((2 * start + cost) / 2 for start, cost in zip(before, costs, strict=False))
@@ -131,9 +131,9 @@ def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGrou
 def split_padded(
     order: Iterable[int], lengths: Sequence[int] | Mapping[int, int], max_tokens: float, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Texts in this ``order``, in pieces that padded to their longest have at most ``max_tokens`` (or are one text).
+    """Group texts in ``order``, keeping padded size within ``max_tokens`` (single texts may exceed it).
 
-    ``lengths``: tokens of each text.
+    ``lengths``: token counts.
     """
     pieces: list[list[int]] = []
     longest = 0

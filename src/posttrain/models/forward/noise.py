@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the embeddings of the tokens that a model is trained on."""
+"""NEFTune: uniform embedding noise during training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from posttrain.randomness import generator
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingNoise:
-    """``e ← e + α / √(L d) · U(−1, 1)`` at every token and dimension, L the tokens of the row, d the width.
+    """``e ← e + α / √(L d) · U(−1, 1)`` at each position and dimension; L row length, d width.
 
-    A function of (seed, step, row) alone, ``row`` being the place in the optimizer batch, so that no division into
-    micro-batches and no packing changes it.
+    Depends only on (seed, step, row), where ``row`` indexes the optimizer batch. Micro-batching and packing therefore
+    never change it.
 
-    Source: Jain et al. (2024), "NEFTune", Algorithm 1. Departure from transformers' hook: there L is the length of the
-    padded batch.
+    Source: Jain et al. (2024), "NEFTune", Algorithm 1. Departure from transformers' hook, whose L is the padded batch
+    length.
     """
 
     alpha: float
@@ -32,28 +32,28 @@ class EmbeddingNoise:
     step: int
 
     def of_row(self, row: int, length: int, width: int) -> Tensor:
-        """``float32 [length, width]``: the noise of a row of so many tokens."""
+        """Draw noise ``float32 [length, width]`` for a row."""
         drawn = generator(self.seed, "embedding noise", self.step, row).uniform(-1.0, 1.0, (length, width))
         return torch.from_numpy((drawn * (self.alpha / np.sqrt(length * width))).astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class NoisyRows:
-    """The noise of the rows of one pass; ``rows``: their places in the optimizer batch, ``lengths``: their tokens."""
+    """Noise for a forward pass. ``rows``: optimizer-batch indices; ``lengths``: row lengths."""
 
     noise: EmbeddingNoise
     rows: Sequence[int]
     lengths: Sequence[int]
 
     def stream(self, packing: Packing, width: int) -> Tensor:
-        """``float32 [N, width]``: at the tokens of a packed stream without shared prompts, 0 at what fills it up."""
+        """``float32 [N, width]``: noise along a packed stream without shared prompts, 0 at filler positions."""
         out = torch.zeros(len(packing.tokens), width)
         for row, length, run in zip(self.rows, self.lengths, packing.runs, strict=True):
             out[run.start : run.start + run.length] = self.noise.of_row(row, length, width)[: run.length]
         return out
 
     def rectangle(self, columns: int, width: int) -> Tensor:
-        """``float32 [B, columns, width]``: at the tokens of padded rows, 0 at the padding."""
+        """``float32 [B, columns, width]``: noise on padded rows, 0 at padding."""
         out = torch.zeros(len(self.rows), columns, width)
         for place, (row, length) in enumerate(zip(self.rows, self.lengths, strict=True)):
             filled = min(length, columns)
@@ -63,7 +63,7 @@ class NoisyRows:
 
 @contextmanager
 def added_to(embedding: Module, noise: Tensor) -> Iterator[None]:
-    """Add the noise to what an embedding returns inside the block."""
+    """Add noise to embedding outputs in this block."""
 
     def add(_module: Module, _inputs: Any, output: Tensor) -> Tensor:
         return output + noise.to(output.device, output.dtype).view(output.shape)

@@ -1,11 +1,11 @@
-"""Packing: rows of a batch as one stream of tokens without padding, shared prompts once.
+"""Packing: concatenate rows into a padding-free stream, storing shared prompts once.
 
-A batch of B rows becomes a stream of N tokens: first every distinct prompt (*prefix*) once, then each row's own tokens.
-Linear layers see the stream ``[1, N, d]``; only attention knows which tokens belong together.
+B rows become a stream with N positions: distinct prompts (*prefixes*) come first, followed by each row's remaining
+tokens. Linear layers see ``[1, N, d]``; only attention knows how positions are grouped.
 
-A *run* is a piece of the stream that attends to itself causally, after a prefix elsewhere in the stream or none.
-Variable-length attention takes runs as they are (``Spans``); elsewhere they attend in buckets of similar length, padded
-to a rectangle (``attention.py``).
+A *run* is a contiguous causal segment, optionally attending to a prefix elsewhere in the stream. Variable-length
+attention consumes runs directly (``Spans``); otherwise, similarly long runs are padded into buckets
+(``attention.py``).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import Tensor
 
 from posttrain.types import Batch
 
-# A bucket takes another run while the work of its rectangle stays below this multiple of what its runs need ...
+# Buckets accept further runs while rectangular work stays below this multiple of necessary work ...
 MAX_WASTE = 1.25
-# ... or while it holds fewer tokens than this: a call to attention has a price of its own.
+# ... or while holding fewer tokens than this, since every attention call has fixed overhead.
 MIN_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Runs padded to one rectangle.
+    """Runs padded to a common rectangle.
 
-    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); keys ``int64 [S * (P + W)]``:
-    those of each run's prefix and of itself; allowed ``bool [S, 1, W, P + W]``: the keys that a slot attends to, None
-    where no run has a prefix (causally to its own run); filled ``int64``: the slots that hold tokens.
+    queries ``int64 [S * W]``: stream index per slot (padding repeats valid indices); keys ``int64 [S * (P + W)]``:
+    prefix then run indices; allowed ``bool [S, 1, W, P + W]``: attention mask, None without prefixes (plain causal);
+    filled ``int64``: slots holding real tokens.
     """
 
     num_runs: int
@@ -61,8 +61,10 @@ class PackedRun:
 
 
 def plan_buckets(runs: Sequence[PackedRun], device: Any = None) -> tuple[tuple[Bucket, ...], Tensor | None]:
-    """The buckets of all runs with tokens, which follow one another in the stream without gaps, and the place of each
-    token of the stream in their joined outputs ``int64 [N]``, None where the order is the same."""
+    """Group nonempty runs, contiguous in the stream, into buckets.
+
+    Also gives each position's index into concatenated bucket outputs, ``int64 [N]``; None if order is unchanged.
+    """
     ordered = sorted((r for r in runs if r.length > 0), key=lambda r: (r.prefix_length > 0, -r.work, r.start))
     pieces: list[list[PackedRun]] = []
     for run in ordered:
@@ -82,11 +84,11 @@ def plan_buckets(runs: Sequence[PackedRun], device: Any = None) -> tuple[tuple[B
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs for variable-length attention, without padding and masks.
+    """Runs for variable-length attention, without padding or masks.
 
-    Run r has the queries from ``query_starts[r]`` to ``query_starts[r + 1]`` of the stream, and the keys from
-    ``key_starts[r]`` to ``key_starts[r + 1]`` of ``keys`` (both ``int32 [R + 1]``): its prefix and itself. Attention is
-    causal, aligned at the end of both. keys ``int64 [K]``: stream index of each key; None: the stream itself.
+    Run r covers stream positions ``query_starts[r]`` to ``query_starts[r + 1]``, and ``keys`` entries
+    ``key_starts[r]`` to ``key_starts[r + 1]`` (``int32 [R + 1]`` each): prefix plus run. Attention is causal,
+    bottom-right aligned. keys ``int64 [K]``: stream indices; None means all positions in order.
     """
 
     query_starts: Tensor
@@ -97,7 +99,7 @@ class Spans:
 
 
 def plan_spans(runs: Sequence[PackedRun], device: Any = None) -> Spans:
-    """The spans of all runs with tokens, which follow one another in the stream without gaps."""
+    """Build spans for nonempty runs, contiguous in the stream."""
     filled = [r for r in runs if r.length > 0]
     lengths = np.array([r.length for r in filled], dtype=np.int32)
     before = np.array([r.prefix_length for r in filled], dtype=np.int32)
@@ -140,11 +142,11 @@ def _bucket(runs: list[PackedRun], device: Any) -> Bucket:
     return Bucket(len(runs), queries_at, keys_at, allowed, torch.from_numpy(filled).to(device))
 
 
-# A head reads for the trained token t the state before it (token t - 1), or at t, or at a row's last trained token.
+# For trained token t, heads read state t - 1, state t, or the row's final trained token.
 Reads = Literal["before", "at", "last"]
 
-# The last layer is computed after its attention only at the tokens that are read, if they are at most this share of the
-# stream: with fewer left out, picking them costs what it saves.
+# After attention, the last layer computes only positions being read, if these are at most this fraction of the stream.
+# Otherwise gathering costs more than it saves.
 MOST_READ = 0.9
 # Streams are filled up to a multiple of this, so that their sizes recur: kernels are prepared per shape.
 ROUND_TOKENS = 128
@@ -152,12 +154,12 @@ ROUND_TOKENS = 128
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The stream of a batch and its runs.
+    """A packed batch plus its runs.
 
-    tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; runs: the distinct prompts and each
-    row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output predicts the m-th
-    trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions.
-    read ``int64 [K]``: the indices that predictors and readers name, filled up with others; None where nearly all are.
+    tokens, positions ``int64 [N]``, the first ``num_tokens`` real; runs: distinct prompts, then row remainders, in
+    stream order; predictors ``int64 [M]``: stream index predicting the m-th trained token, the first ``num_targets``
+    real; targets ``int64 [M]``; where ``bool [B, T]``: trained positions. read ``int64 [K]``: every index in
+    predictors and readers, plus filler; None if nearly everything is read.
     """
 
     tokens: Tensor
@@ -178,12 +180,12 @@ class Packing:
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
-        """The runs in buckets (see ``plan_buckets``)."""
+        """Runs in buckets (see ``plan_buckets``)."""
         return plan_buckets(self.runs, self.tokens.device)
 
     @property
     def filled_runs(self) -> list[PackedRun]:
-        """The runs, with one more for the tokens that fill the stream up: kernels write every output."""
+        """Runs plus a filler run, because kernels write every output."""
         return [*self.runs, PackedRun(self.num_tokens, len(self.tokens) - self.num_tokens)]
 
     @cached_property
@@ -193,7 +195,7 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, its prefix among them."""
+        """Length of the longest sequence, including its prefix."""
         return max((r.prefix_length + r.length for r in self.runs), default=0)
 
     @property
@@ -205,16 +207,16 @@ class Packing:
 
 
 def pack(batch: Batch, reads: Reads = "before", *, keeps_last: bool = False) -> Packing:
-    """Plan the stream of ``batch``, best on the CPU, since the plan is made from values.
+    """Plan a packed stream, preferably on CPU, because planning reads values.
 
-    With ``reads="before"`` the last token of a row, which predicts nothing, is left out, unless it ``keeps_last`` ones.
-    Else it is kept, and ``readers`` has the place of every trained token.
+    Under ``reads="before"``, final tokens predict nothing; they are dropped unless ``keeps_last``. Other modes keep
+    them, recording each trained position in ``readers``.
     """
     device = batch.tokens.device
     tokens, mask, lengths, prefixes = (x.cpu().numpy() for x in (batch.tokens, batch.mask, batch.lengths, batch.prefix))
     prompt_rows, parent = _shared_prompts(batch)
     own_start = np.where(parent >= 0, prefixes, 0)
-    own_end = lengths - (reads == "before" and not keeps_last)  # may be the start: a one-token answer
+    own_end = lengths - (reads == "before" and not keeps_last)  # could equal the start for one-token answers
     pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
     pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
     starts = np.cumsum([0, *(end - start for _, start, end in pieces)])
@@ -255,7 +257,7 @@ def _read(at: np.ndarray, size: int) -> np.ndarray | None:
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
-    """One row of each prompt that several rows share, and for each row which of these it has (-1: none)."""
+    """Find a representative row for every shared prompt, and each row's prompt index (-1: unshared)."""
     mask = batch.mask.cpu().numpy()
     lengths, groups, prefixes = (x.tolist() for x in (batch.lengths, batch.group, batch.prefix))
     keys = list(zip(groups, prefixes, strict=True))
@@ -263,7 +265,7 @@ def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
     sharing = [b for b, key in enumerate(keys) if 1 <= prefixes[b] < lengths[b] and counts[key] > 1]
     is_trained = any(mask[b, 1 : prefixes[b]].any() for b in sharing)
     assert not is_trained, "a shared prompt cannot be trained on: it would count once, not G times"
-    rows = {keys[b]: b for b in reversed(sharing)}  # the first row of each prompt
+    rows = {keys[b]: b for b in reversed(sharing)}  # first row per prompt
     places = {row: place for place, row in enumerate(sorted(rows.values()))}
     parent = np.full(len(lengths), -1)
     parent[sharing] = [places[rows[keys[b]]] for b in sharing]

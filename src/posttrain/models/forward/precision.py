@@ -1,4 +1,4 @@
-"""Settings that decide the last bits of a pass: full precision where a GPU has TF32, kernels of one order, threads."""
+"""Settings affecting low-order bits: full precision on TF32 GPUs, deterministic kernels, thread count."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def full_precision() -> Iterator[None]:
 
 
 def keep_angles_exact(model: Any) -> None:
-    """Make the rotary modules of a model compute their angles in fp32, where other products may take TF32.
+    """Force fp32 rotary angles even if other products may use TF32.
 
-    transformers 5.17 multiplies positions and frequencies by a matrix product; in TF32 (10 bits) the angle of position
-    5,000 is off by up to 2 radians. The class of a module is replaced, so that it counts as one without hooks.
+    transformers 5.17 computes angles by matrix multiplication; under TF32 (10 bits), position 5,000's angle is off by
+    up to 2 radians. Module classes are replaced, so no hooks are needed.
     """
     for module in model.modules():
         if hasattr(module, "inv_freq") and not hasattr(module, "angles_are_exact"):
@@ -46,7 +46,7 @@ def _exact(kind: type[Any]) -> type[Any]:
 
 
 def choose_kernels(device: str, deterministic: bool) -> None:
-    """Ask a GPU for kernels that add up in one order, if a run on this ``device`` is to be ``deterministic``."""
+    """Request deterministic GPU kernels if ``device`` runs should be ``deterministic``."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
         torch.use_deterministic_algorithms(deterministic)
@@ -64,6 +64,6 @@ def with_threads(number: int) -> Iterator[None]:
 
 
 def use_threads(number: int) -> None:
-    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
+    """Set the thread count. Even setting an unchanged count would alter MKL's threading, so that is skipped."""
     if number != torch.get_num_threads():
         torch.set_num_threads(number)

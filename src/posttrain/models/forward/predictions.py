@@ -1,6 +1,6 @@
-"""Log-probabilities and entropies of the trained tokens from their states, with the head in chunks.
+"""Log-probabilities and entropies at trained positions, applying the LM head in chunks.
 
-``[tokens, V]`` never exists whole when it would be large. All are fp32 or float64, whatever the weights are.
+Large ``[tokens, V]`` tensors are never materialized. Results are fp32 or float64, regardless of weight dtype.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from posttrain.models.forward.logit_rules import FAR_BELOW, apply_rules, ids_as_
 from posttrain.models.heads import WithSlopes, score_logits
 from posttrain.types import LogitRules
 
-# Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
+# Maximum logits per chunk: 64 MiB in fp32 on CPUs; on GPUs enough for good utilization.
 MAX_LOGIT_ELEMENTS = 1 << 24
 MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
-# On a CPU as many probabilities (512 MiB in fp32) are kept for the backward pass, which saves one of four products with
-# a head that is trained: an update of 0.1 billion parameters at V = 151,936 takes 4.63 s in place of 5.74.
+# CPUs store this many probabilities (512 MiB in fp32) for backward, skipping one in four products for trained heads: a
+# 0.1-billion-parameter update at V = 151,936 takes 4.63 s instead of 5.74.
 KEPT_ELEMENTS = 1 << 27
-# On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
+# GPU memory fraction for stored probabilities: 5 of 80 GB hold 8,800 tokens at V = 151,936.
 KEPT_SHARE_OF_GPU = 1 / 16
-LOG_ZERO = -100.0  # the log-probability of an id that a restricted distribution does not have
+LOG_ZERO = -100.0  # log-probability for excluded ids
 
 Entropy = Literal["none", "detached", "differentiable"]
 
 
 def max_logit_elements(gpu_memory: int | None) -> int:
-    """Return the number of logits that exist at a time on a CPU (None) or on a GPU of so many bytes.
+    """Choose the chunk size in logits, on a CPU (None) or a GPU given its memory in bytes.
 
-    They and what is made of them (16 bytes each) take at most a sixteenth of a GPU.
+    Logits plus temporaries (16 bytes each) use at most a sixteenth of GPU memory.
     """
     return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
 
 
 def kept_elements(gpu_memory: int | None) -> int:
-    """Return the number of probabilities of a trained head that are kept for the backward pass."""
+    """Choose how many trained-head probabilities are stored for backward."""
     return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
 def gpu_memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU; None of a CPU."""
+    """GPU memory in bytes; None on CPU."""
     return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """States of the M trained tokens, in row-major order, of which the first ``num_targets`` are real.
+    """States at M trained positions in row-major order, the first ``num_targets`` real.
 
-    predicting: ``[M, d]`` hidden states or ``[M, V]`` logits of the log-probabilities (None where they are not wanted);
-    project: from a part of it to logits; reading ``[M, d]``: the hidden states that a scalar head reads; targets
-    ``int64 [M]``; where ``bool [B, T]``; num_logits: V. is_head_fixed: ``project`` is an LM head that is not trained.
+    predicting: hidden states ``[M, d]`` or logits ``[M, V]`` (None if log-probabilities are not needed); project:
+    maps a slice to logits; reading ``[M, d]``: scalar-head inputs; targets ``int64 [M]``; where ``bool [B, T]``;
+    num_logits: V; is_head_fixed: ``project`` is a frozen LM head.
     """
 
     predicting: Tensor | None
@@ -76,10 +76,10 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The way in which the M trained tokens were drawn, if it was not from the model's own distribution.
+    """Sampling modifications for M trained tokens, if drawn from anything except the plain distribution.
 
-    sets ``int32 [M, K]``: of the tokens that truncation kept, filled up with -1. rules: with the batch's tokens
-    ``int64 [B, T]``, and row, column (``int64 [M]``) and ``is_barred`` (``bool [M]``) of each trained token.
+    sets ``int32 [M, K]``: tokens kept by truncation, padded by -1. rules: require batch tokens ``int64 [B, T]``, plus
+    row, column (``int64 [M]``) and ``is_barred`` (``bool [M]``) per trained token.
     """
 
     sets: Tensor | None = None
@@ -90,13 +90,13 @@ class Draws:
     is_barred: Tensor | None = None
 
     def per_token(self) -> dict[str, tuple[Tensor, int]]:
-        """Return what each token has of its own, by name, with the filler of further ones."""
+        """Collect per-token tensors by name, each paired with its filler value."""
         named = {"sets": (self.sets, -1), "rows": (self.rows, 0), "columns": (self.columns, 0)}
         named["is_barred"] = (self.is_barred, 0)
         return {name: (values, filler) for name, (values, filler) in named.items() if values is not None}
 
     def apply(self, logits: Tensor, own: dict[str, Tensor]) -> Tensor:
-        """Return the logits ``[m, V]`` after the rules; ``own``: of these tokens (``per_token``)."""
+        """Apply rules to logits ``[m, V]``; ``own``: matching rows from ``per_token``."""
         if self.rules is None:
             return logits
         seen: Tensor | None = None
@@ -112,10 +112,10 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution over the next token, of logits divided by ``temperature``.
+    """Next-token distribution: logits divided by ``temperature``.
 
-    Candidates are over the first ``num_ids`` ids (None: over all). ``restricts_targets``: the trained tokens, too; a
-    later id has the log-probability ``LOG_ZERO``.
+    Candidates range over the first ``num_ids`` ids (None: everything). ``restricts_targets``: restrict trained tokens
+    likewise; higher ids get ``LOG_ZERO``.
     """
 
     temperature: float
@@ -125,9 +125,9 @@ class Distribution:
     def predict(
         self, states: States, entropy: Entropy, candidates: Tensor | None = None, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities and entropies ``[M]``, and log-probabilities of ``candidates [num_targets, K]``.
+        """Compute log-probabilities, entropies ``[M]``, and log-probabilities for ``candidates [num_targets, K]``.
 
-        With ``draws`` they are of the distributions from which the tokens were drawn.
+        Given ``draws``, these use the actual sampling distributions.
         """
         assert candidates is None or draws is None, "a recipe with both is refused"
         named: dict[str, tuple[Tensor, int]] = {}
@@ -151,7 +151,7 @@ class Distribution:
                 per_token = self._score(logits, ids[0], entropy, own.get("candidates"))
             return tuple(x for x in per_token if x is not None)
 
-        # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
+        # Candidates need one gradient each per token; entropy gradients store three tables.
         slopes = states.is_head_fixed and candidates is None
         kept = 0 if entropy == "differentiable" else kept_elements(gpu_memory_of(states.targets.device))
         per_token = list(_in_chunks(run, states, (states.targets, *extra), slopes, kept))
@@ -159,7 +159,7 @@ class Distribution:
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
 
     def likeliest(self, states: States, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest tokens, ``int64 [M, K]``, and their log-probabilities, ``float32 [M, K]``; K is at most V."""
+        """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V."""
 
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits = states.project(part)[:, : self.num_ids]
@@ -174,7 +174,7 @@ class Distribution:
     def _score(
         self, logits: Tensor, targets: Tensor, entropy: Entropy, candidates: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``score_logits``, over the ids that the distribution is restricted to."""
+        """``score_logits`` over allowed ids."""
         n = self.num_ids
         if n is None:
             return score_logits(logits, targets, self.temperature, entropy, candidates)

@@ -1,9 +1,9 @@
-"""Routers of mixture-of-experts models: what they choose in a pass, and the auxiliary loss that balances it.
+"""Mixture-of-experts routers: recorded choices, auxiliary load-balancing loss.
 
-``L_aux = E Σ_e f_e P_e`` (Fedus et al. 2022, "Switch Transformers", eq. 4 to 6), with f_e the number of times that
-expert e is among the k chosen of a token, and P_e its probability, both means over tokens and layers. No gradient flows
-through f. It is a product of two means, so it is no sum over micro-batches: f is taken over the whole optimizer batch
-before the first gradient.
+``L_aux = E Σ_e f_e P_e`` (Fedus et al. 2022, "Switch Transformers", eq. 4 to 6), where f_e counts how often expert e
+is chosen per token (top k), P_e is its probability; both are means over positions and layers. f is not
+differentiated. Being a product of means, this does not split into micro-batch sums: f is computed over the whole
+optimizer batch before any gradient.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from posttrain.types import Model
 
 @dataclass(slots=True)
 class RouterSums:
-    """Sums over the tokens of some rows and over layers: how often each expert was chosen, and its probabilities
-    (``[E]`` each, the latter with gradients), and the number of tokens times layers."""
+    """Sums over positions and layers: expert choice counts and probabilities, ``[E]`` each.
+
+    Probabilities are differentiable. ``num_tokens`` counts positions times layers.
+    """
 
     counts: Tensor
     probabilities: Tensor
     num_tokens: Tensor
 
     def added(self, other: RouterSums) -> RouterSums:
-        """Return the sums over both, without gradients."""
+        """Add both sums, detached."""
         return RouterSums(
             self.counts + other.counts,
             self.probabilities.detach() + other.probabilities.detach(),
@@ -41,9 +43,9 @@ class RouterSums:
         )
 
     def auxiliary_loss(self, whole: RouterSums) -> Tensor:
-        """Return the part of these rows in the loss of the ``whole`` batch: ``E Σ_e (F_e / N) (S_e / N)``.
+        """Compute these rows' contribution to the ``whole`` batch loss: ``E Σ_e (F_e / N) (S_e / N)``.
 
-        F and N are of the whole batch, S are these probabilities; over all parts it adds up to ``L_aux``.
+        F and N come from the whole batch, S from these rows; contributions sum to ``L_aux``.
         """
         num_experts = len(self.counts)
         shares = whole.counts / whole.num_tokens
@@ -52,9 +54,9 @@ class RouterSums:
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model, one for each layer of experts; ``index``: of the logits among what they return.
+    """Model routers, one per expert layer; ``index``: position of logits in router outputs.
 
-    top_k: experts that a token is sent to.
+    top_k: experts chosen per token.
     """
 
     modules: Sequence[Module]
@@ -63,7 +65,7 @@ class Routers:
 
     @contextmanager
     def reading(self, logits: list[Tensor]) -> Iterator[None]:
-        """Append the logits ``[N, E]`` of each layer to ``logits``, of what is computed inside the block."""
+        """Append router logits ``[N, E]`` to ``logits``, layer by layer, in this block."""
 
         def keep(_module: Module, _inputs: Any, output: Any) -> None:
             logits.append(output[self.index].flatten(0, -2))
@@ -76,7 +78,7 @@ class Routers:
                 hook.remove()
 
     def sums(self, logits: Sequence[Tensor], weights: Tensor) -> RouterSums:
-        """Return the sums over layers and tokens; ``weights`` ``[N]``: the number of rows that a token stands for."""
+        """Sum over layers and positions; ``weights`` ``[N]``: rows represented by each position."""
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights = weights.to(dtype)
         num_experts = logits[0].shape[-1]
@@ -91,7 +93,7 @@ class Routers:
 
 
 def find_routers(base: Model) -> Routers | None:
-    """Return the routers of a causal LM whose own library has the auxiliary loss for them; None of any other."""
+    """Find routers in causal LMs for which transformers defines an auxiliary loss; None otherwise."""
     if not hasattr(sys.modules[type(base).__module__], "load_balancing_loss_func"):
         return None
     recorder: Any = None
@@ -110,8 +112,7 @@ def find_routers(base: Model) -> Routers | None:
 
 
 def configured_coefficient(base: Model) -> float:
-    """Return the weight of the auxiliary loss that the model's configuration asks for: 0 without
-    ``output_router_logits``."""
+    """Look up the configured auxiliary loss coefficient; 0 without ``output_router_logits``."""
     settings = base.config.get_text_config()
     if not getattr(settings, "output_router_logits", False):
         return 0.0
@@ -119,8 +120,7 @@ def configured_coefficient(base: Model) -> float:
 
 
 def rows_of_tokens(packing: Packing) -> Tensor:
-    """``int64 [N]``: the number of rows that each token of a stream stands for: several of a shared prompt, 0 of what
-    fills it up."""
+    """Count rows per stream position, ``int64 [N]``: several for shared prompts, 0 for filler."""
     sharing = Counter(run.prefix_start for run in packing.runs if run.prefix_length)
     counts = torch.zeros(len(packing.tokens), dtype=torch.long)
     for run in packing.runs:

@@ -1,1 +1,1 @@
-"""Models that are fetched by a short name, and GGUF files."""
+"""Published models available by short names, plus GGUF support."""

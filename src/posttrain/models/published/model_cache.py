@@ -1,4 +1,4 @@
-"""The folder in which models are kept that were fetched or dequantized."""
+"""Cache folder for downloaded or dequantized models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.errors import UsageError
 from posttrain.store.durable import aside_of, remove_asides, remove_tree, storage_errors, sync_folder
 from posttrain.store.locks import Held, hold
 
-WAIT_SECONDS = 600.0  # for another process that fetches the same
+WAIT_SECONDS = 600.0  # while another process fetches this model
 
 
 def cache_dir() -> Path:
@@ -26,24 +26,24 @@ def cache_dir() -> Path:
 
 
 def place_of(name: str) -> Path:
-    """Return the folder of a model in the cache, which may not be there."""
+    """Build a cached model's path, which may not exist yet."""
     return cache_dir() / "models" / name
 
 
 def is_cached(name: str) -> bool:
-    """Return True if a model is there, whole."""
+    """Check if a model is completely cached."""
     return (place_of(name) / "config.json").is_file()
 
 
 @contextmanager
 def making(name: str) -> Iterator[Path | None]:
-    """Yield a folder to fill, which becomes the model ``name`` if the body ends well; None if it is there already.
+    """Yield an empty folder to fill; on success it becomes model ``name``. Yields None if already cached.
 
-    Another process that makes the same is waited for. Whatever ends the body, nothing half stays.
+    Waits for other processes creating this model. After errors, partial content is removed.
 
     Raises:
-        UsageError: another process holds the place for too long.
-        StorageError: the disk is full or not writable.
+        UsageError: timed out waiting for another process.
+        StorageError: disk full or read-only.
     """
     place = place_of(name)
     with storage_errors("fetched models", place):

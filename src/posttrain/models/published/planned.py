@@ -1,4 +1,4 @@
-"""The model that a recipe will train, and its configuration, before either is on this machine."""
+"""Determine a recipe's model and configuration before downloading or training anything."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from posttrain.untrusted import kind_of_file
 
 
 def model_to_plan(named: ModelSection, architectures: Collection[str]) -> tuple[ModelSection, PretrainedConfig]:
-    """Return the model that a run will train where ``named`` is in its recipe (a loaded adapter as a new one), and its
-    shapes.
+    """Determine a run's model and tensor shapes, given ``named`` in its recipe. Loaded adapters count as new.
 
     Raises:
-        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
+        UsageError: configuration unavailable, or unsupported architecture.
     """
     model = _made_from(named)
     config = None
     if model.init is None and kind_of_file(model.name) == "nothing":
-        config = published_config(model.name)  # and not from the model itself, which would be fetched
+        config = published_config(model.name)  # avoids downloading the model itself
     is_published = config is not None
     if config is None:
         config = read_config(model)
@@ -55,7 +54,7 @@ def model_to_plan(named: ModelSection, architectures: Collection[str]) -> tuple[
 
 
 def _made_from(model: ModelSection) -> ModelSection:
-    """Return a section that names a run which a shipped recipe has yet to make, with the model of that recipe."""
+    """Resolve sections naming a future shipped-recipe run to that recipe's model."""
     others = interpretation_names()
     makers = {f"runs/{name.replace('/', '-')}": name for name in recipe_names() if name not in others}
     while model.init is None and model.name in makers and kind_of_file(model.name) == "nothing":

@@ -1,1 +1,1 @@
-"""The parts of a model's folder that training leaves as they were, and keys that other programs read."""
+"""Model-folder parts preserved during training, plus compatibility keys."""

@@ -1,7 +1,7 @@
-"""Keys of a model's files under the names that transformers 4 reads, and programs that follow it.
+"""Compatibility keys for transformers 4 and programs following it.
 
-transformers 5 writes the rotary embedding as ``rope_parameters`` only, and a tokenizer class that 4 does not have; an
-older reader then takes 10,000 for ``rope_theta`` without a word.
+transformers 5 writes rotary settings only as ``rope_parameters``, and uses a tokenizer class unknown to version 4.
+Older readers then silently use ``rope_theta`` 10,000.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from transformers import AutoConfig
 
 from posttrain.models.config import read_object
 
-OLDEST = "4.57"  # of transformers, that is tried with these keys
+OLDEST = "4.57"  # transformers version tested with these keys
 _ROPE = "rope_parameters"
 _NEWER_TOKENIZER = "TokenizersBackend"
 _OLDER_TOKENIZER = "PreTrainedTokenizerFast"
 _EXPERTS = ("num_experts", "num_local_experts")  # of Qwen's mixtures, in 4 and in 5
-# Keys that are not part of ``rope_scaling``.
+# Keys excluded from ``rope_scaling``.
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 _NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
 def write_older_keys(folder: Path) -> bool:
-    """Add the older keys to ``config.json`` and ``tokenizer_config.json`` in ``folder``; False if they do not fit.
+    """Add older keys to ``config.json`` and ``tokenizer_config.json`` in ``folder``; returns False if impossible.
 
-    The newer keys stay, and this version reads the same from both; if it would not, ``config.json`` stays as it was.
+    Newer keys stay. If current transformers would read anything differently, ``config.json`` is left unchanged.
     """
     is_readable = True
     config = folder / "config.json"
@@ -44,10 +44,10 @@ def write_older_keys(folder: Path) -> bool:
 
 
 def older_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what transformers 4 reads of a configuration's ``rope_parameters``; None: it has no keys for them.
+    """Convert ``rope_parameters`` to transformers 4 keys; None if inexpressible.
 
-    One set of parameters gives ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Sets by layer type give
-    the keys for full and sliding attention that Gemma 3 and ModernBERT have; others take one base for both.
+    A single parameter set becomes ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Sets per layer type
+    become Gemma 3's and ModernBERT's keys for full and sliding attention; other models share a base.
     """
     rope = config[_ROPE]
     if not isinstance(rope, dict) or not rope:
@@ -73,7 +73,7 @@ def older_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def older_tokenizer(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tokenizer_config.json`` with the class and the list of special tokens that transformers 4 knows."""
+    """Convert ``tokenizer_config.json`` to transformers 4's class and special-token list."""
     older = dict(content)
     if older.get("tokenizer_class") == _NEWER_TOKENIZER:
         older["tokenizer_class"] = _OLDER_TOKENIZER
@@ -83,7 +83,7 @@ def older_tokenizer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_scaling`` of one set of parameters, if it scales or sections positions."""
+    """Extract ``rope_scaling`` if parameters scale or section positions."""
     scaling = {key: value for key, value in rope.items() if key not in _UNSCALED}
     if scaling.get("rope_type", "default") == "default" and len(scaling) <= 1:
         return {}
@@ -114,7 +114,7 @@ def _add_rope(path: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration as this version reads it; None: it is of a model with code, which is not run."""
+    """Read a configuration by current transformers; None for models needing remote code."""
     try:
         return dict(AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict())
     except ValueError:
@@ -122,7 +122,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_same(before: object, now: object) -> bool:
-    """Return whether every value of ``before`` is the same now; keys may be more."""
+    """Check that all values in ``before`` are unchanged; extra keys are allowed."""
     if isinstance(before, dict) and isinstance(now, dict):
         return all(key in now and _is_same(value, now[key]) for key, value in before.items())
     return before == now

@@ -1,8 +1,8 @@
-"""Tensors and files of a model that its causal language model has no place for: vision towers, draft heads.
+"""Preserve tensors and files outside the causal language model: vision towers, draft heads.
 
-transformers loads the language model of a ``...ForConditionalGeneration`` folder without its other parts, and every
-model without its heads for multi-token prediction (``mtp.*``). A folder that is written after training gets both back,
-bit for bit, under the architecture that it had.
+transformers loads only the language model from ``...ForConditionalGeneration`` folders, and drops multi-token
+prediction heads (``mtp.*``). After training, saved folders get both back bit for bit, restoring the original
+architecture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from posttrain.models.sources import SCORE, base_of, first_names, is_adapter
 from posttrain.option_types import shorten
 from posttrain.untrusted import kind_of_file
 
-PARTS = "untrained_parts"  # the attribute of a model that a run trains
+PARTS = "untrained_parts"  # attribute set on trained models
 # The files of a processor, without which a vision or audio model cannot be asked.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _DRAFT_HEAD = re.compile(r"(^|\.)mtp[._]")
@@ -39,15 +39,15 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class UntrainedParts:
-    """The parts of the folder ``source`` that its causal language model has no place for.
+    """Parts of ``source`` outside its causal language model.
 
     Args:
-        source: a folder or a hub name.
-        architecture: the class of the whole, or of the model itself if only tensors are more.
-        tensors: the file of each tensor, by name.
-        config: the content of ``config.json`` if it describes a larger model; None: it describes the model itself.
-        text_key: the key of ``config`` that describes the language model.
-        files: of the processor.
+        source: folder or hub name.
+        architecture: full model class, or the language model's class if merely extra tensors exist.
+        tensors: file name per tensor.
+        config: ``config.json`` content if it describes a larger model; None: a plain language model.
+        text_key: ``config`` key describing the language model.
+        files: processor files.
     """
 
     source: str
@@ -59,13 +59,13 @@ class UntrainedParts:
 
 
 def find_untrained(model: Model, source: str) -> UntrainedParts | None:
-    """Return the parts of ``source`` (or of the base of its adapter) that ``model`` lacks; None: it has all.
+    """Find parts of ``source`` (or an adapter's base) missing from ``model``; None if complete.
 
     Args:
-        model: a causal language model that was loaded from there, not in peft's wrapper.
+        model: causal language model loaded from ``source``, without peft wrapper.
 
     Raises:
-        UsageError: the names of the language model's tensors differ from those in the files.
+        UsageError: the language model's tensor names differ from stored names.
     """
     while is_adapter(source):
         source = base_of(source)
@@ -86,7 +86,7 @@ def find_untrained(model: Model, source: str) -> UntrainedParts | None:
             f"there ({first_names(absent)}), so a checkpoint would lose the rest. Train an adapter (model.adapter.rank "
             "16), or give a folder with the language model only"
         )
-    if absent:  # the same model in an older layout, whose names are not those of a checkpoint
+    if absent:  # older layout, whose tensor names differ from checkpoints
         kept = {name: file for name, file in kept.items() if _is_draft(name, model.config)}
     if not kept and not is_part and not files:
         return None
@@ -96,11 +96,11 @@ def find_untrained(model: Model, source: str) -> UntrainedParts | None:
 
 
 def describe_other_parts(loaded: LoadedModel, *, is_scorer: bool) -> list[str]:
-    """Return a line on each part of the model's folder that a run does not train.
+    """Describe model parts left untrained, a line each.
 
     Args:
-        loaded: with the parts that ``note_untrained`` found.
-        is_scorer: the run trains a reward model, which is written as a text classifier.
+        loaded: annotated by ``note_untrained``.
+        is_scorer: reward-model training, saving text classifiers.
     """
     model = loaded.model
     kinds = [one for one in model.config.architectures or () if one.endswith("SequenceClassification")]
@@ -123,15 +123,15 @@ def describe_other_parts(loaded: LoadedModel, *, is_scorer: bool) -> list[str]:
 
 
 def note_untrained(model: Model, source: str) -> None:
-    """Note the parts that a model lacks for ``complete_folder``; raises as ``find_untrained``."""
+    """Record missing parts for ``complete_folder``; raises like ``find_untrained``."""
     setattr(model, PARTS, find_untrained(model, source))
 
 
 def complete_folder(folder: Path, model: Model) -> None:
-    """Add the tensors and files that a saved model lacks (``note_untrained``), under the architecture of the whole.
+    """Add tensors and files recorded by ``note_untrained`` to a saved model, restoring its full architecture.
 
     Raises:
-        CheckpointError: the folder that they are read from has gone.
+        CheckpointError: the original folder disappeared.
     """
     parts: UntrainedParts | None = getattr(model, PARTS, None)
     if parts is None:
@@ -163,7 +163,7 @@ def _read(kept: Mapping[str, Path]) -> dict[str, Tensor]:
 
 
 def _add_shard(folder: Path, files: list[Path], names: Mapping[str, Path], tensors: dict[str, Tensor]) -> None:
-    """Write ``tensors`` as one more file of weights, with the index that names them all."""
+    """Write ``tensors`` to an additional weight file, updating the index."""
     count = len(files) + 1
     places = {}
     for number, file in enumerate(files, start=1):
@@ -180,7 +180,7 @@ def _add_shard(folder: Path, files: list[Path], names: Mapping[str, Path], tenso
 
 
 def _restore_config(folder: Path, whole: Mapping[str, Any], text_key: str) -> None:
-    """Put the language model's configuration into the one of the whole."""
+    """Insert the language model's configuration into the full configuration."""
     text = read_object(folder / "config.json")
     content = dict(whole)
     for key in ("dtype", "transformers_version"):
@@ -194,9 +194,9 @@ def _restore_config(folder: Path, whole: Mapping[str, Any], text_key: str) -> No
 
 
 def _stored_names(source: str) -> dict[str, Path]:
-    """Return the file of each tensor of a model's weights."""
+    """Map each weight tensor to its file."""
     files = weight_files(source)
-    if kind_of_file(source) != "nothing":  # a checkpoint has files of its optimizer, too
+    if kind_of_file(source) != "nothing":  # checkpoints also contain optimizer files
         files = [file for file in files if file.name.startswith("model")]
     return {name: file for file in files for name in _names_in(file)}
 
@@ -207,7 +207,7 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _names_on_disk(model: Model) -> tuple[set[str], set[str]]:
-    """Return the names under which ``model`` writes its tensors: all, and those without tied ones."""
+    """List tensor names ``model`` writes: everything, then everything untied."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     own = {name: tensor for name, tensor in shapes.items() if name not in tied}
@@ -215,7 +215,7 @@ def _names_on_disk(model: Model) -> tuple[set[str], set[str]]:
 
 
 def _is_written(name: str, written: Collection[str]) -> bool:
-    """Return whether a model writes a tensor of this name, or the one that it belongs to (as a scale of its bits)."""
+    """Check if a model writes this tensor, or its parent tensor (for quantization scales)."""
     if name in written:
         return True
     ends = [index for index, letter in enumerate(name) if letter in "._"]
@@ -223,7 +223,7 @@ def _is_written(name: str, written: Collection[str]) -> bool:
 
 
 def _is_draft(name: str, config: Config) -> bool:
-    """Return whether a tensor is of a head for multi-token prediction, by its name."""
+    """Check if a tensor name belongs to a multi-token prediction head."""
     layer = _LAYER.search(name)
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     is_beyond = layer is not None and isinstance(depth, int) and int(layer[1]) >= depth
@@ -231,10 +231,10 @@ def _is_draft(name: str, config: Config) -> bool:
 
 
 def _text_key(raw: Mapping[str, Any], source: str) -> str:
-    """Return the key of a configuration under which its language model is described.
+    """Find the configuration key describing the language model.
 
     Raises:
-        UsageError: there is none.
+        UsageError: not found.
     """
     kind = raw.get("model_type")
     if kind in CONFIG_MAPPING:
@@ -250,7 +250,7 @@ def _text_key(raw: Mapping[str, Any], source: str) -> str:
 
 
 def _group(name: str) -> str:
-    """Return the first parts of a tensor's name that say where it belongs."""
+    """Extract a tensor name's leading components, which locate it."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "model" else 1])
 

@@ -28,20 +28,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Component
+from posttrain.recipes.tool_servers import is_function, read_server
 from posttrain.sampling.environments.pool import EnvironmentJob, Pool
-from posttrain.sampling.environments.tools import Tool, make_tool, result_text
+from posttrain.sampling.environments.tools import EnvironmentFailed, Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
+if TYPE_CHECKING:
+    from posttrain.sampling.environments.mcp_tools import McpConnection
+
 NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "get_feedback", "close")
-
-
-class EnvironmentFailed(Exception):
-    """Raised by environments for their own faults, such as an unavailable server. The episode is repeated."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Toolset:
     """A recipe's environment and tools.
 
     ``name`` is used in messages. ``make`` builds an environment for each completion; None if only tools are used.
+    ``connections``: to tool servers.
     """
 
     name: str
@@ -57,9 +58,15 @@ class Toolset:
     gives_reward: bool
     pays_turns: bool = False
     gives_feedback: bool = False
+    connections: Sequence[McpConnection] = ()
+
+    def close(self) -> None:
+        """Stop the tool servers. A later call starts its server again."""
+        for connection in self.connections:
+            connection.close()
 
 
-def build_toolset(environment: Component | None, functions: Sequence[str] = ()) -> Toolset:
+def build_toolset(environment: Component | None, named: Sequence[Component] = ()) -> Toolset:
     """Build and check a recipe's environment and tools, constructing one environment for inspection.
 
     Raises:
@@ -94,18 +101,38 @@ def build_toolset(environment: Component | None, functions: Sequence[str] = ()) 
         close = getattr(kind, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             registry.call("environment", probe.close)
-    for index, path in enumerate(functions):
-        where = f"tools.{index}"
-        if ":" not in path:
-            raise RecipeError(f"{where}: tools must be functions given as module:function; got {path!r}")
-        function = registry.import_component("tool", path, where).function
-        tool = make_tool(function, f"{where}: {path}")
-        if tool.name in tools:
-            raise RecipeError(f"{where}: duplicate tool {tool.name!r}; rename this function")
-        tools[tool.name] = tool
+    connections: list[McpConnection] = []
+    _add_tools(named, tools, connections)
     if not tools:
         raise UsageError(f"environment {name!r}: no public method for a model to call; define at least one")
-    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback)
+    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback, tuple(connections))
+
+
+def _add_tools(named: Sequence[Component], tools: dict[str, Tool], connections: list[McpConnection]) -> None:
+    """Add a recipe's tools and the connections to their servers; after an error all connections are closed."""
+    try:
+        for index, component in enumerate(named):
+            where = f"tools.{index}"
+            for tool in _tools_of(component, where, connections):
+                if tool.name in tools:
+                    raise RecipeError(f"{where}: duplicate tool {tool.name!r}; rename or leave out one of them")
+                tools[tool.name] = tool
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+
+
+def _tools_of(component: Component, where: str, connections: list[McpConnection]) -> Sequence[Tool]:
+    if is_function(component, where):
+        function = registry.import_component("tool", component.name, where).function
+        return [make_tool(function, f"{where}: {component.name}")]
+    server = read_server(component, where)
+    from posttrain.sampling.environments.mcp_tools import serve_tools
+
+    served = serve_tools(server, where)
+    connections.append(served.connection)
+    return served.tools
 
 
 def refuse_unpaid(toolset: Toolset, rewards: Sequence[str], *, wants_feedback: bool = False) -> None:
@@ -174,13 +201,13 @@ class Session:
             function = getattr(self.environment, tool.name)
         else:
             return None
-        return self.pool.submit(lambda: function(**arguments), self.seconds)
+        return self.pool.submit(lambda: function(**arguments), self.seconds, cancels=not tool.method)
 
     def answer(self, tool: Tool, raw_arguments: str, job: EnvironmentJob) -> Call:
         """Wait for a call and return its result. Sets ``failure`` if the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
-        if not job.done:
+        if job.late:
             outcome = "timeout"
             text = f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
             self.num_late += 1

@@ -12,17 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Self
 
 NUM_THREADS = 16
 
 
 class EnvironmentJob:
-    """A submitted function. ``result`` or ``error`` is set once ``done``; a ``late`` job may still finish."""
+    """A submitted function. ``result`` or ``error`` is set once ``done``; a ``late`` job may still finish.
 
-    def __init__(self, function: Callable[[], Any], seconds: float) -> None:
+
+    ``cancels``: cancel its coroutine at the deadline.
+    """
+
+    def __init__(self, function: Callable[[], Any], seconds: float, cancels: bool = False) -> None:
         self.function = function
         self.seconds = seconds
+        self.cancels = cancels
+        self.coroutine: Future[object] | None = None
         self.ends: float | None = None  # deadline, set at the start
         self.done = False
         self.late = False
@@ -41,9 +48,12 @@ class Pool:
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, function: Callable[[], Any], seconds: float) -> EnvironmentJob:
-        """Run a function once a thread is free; a returned coroutine is also awaited."""
-        job = EnvironmentJob(function, seconds)
+    def submit(self, function: Callable[[], Any], seconds: float, *, cancels: bool = False) -> EnvironmentJob:
+        """Run a function once a thread is free; a returned coroutine is also awaited.
+
+        ``cancels``: cancel the coroutine at the deadline.
+        """
+        job = EnvironmentJob(function, seconds, cancels)
         with self._changed:
             self._waiting.append(job)
             self._start()
@@ -88,6 +98,8 @@ class Pool:
         late = [job for job in self._running if job.ends is not None and job.ends <= now]
         for job in late:
             job.late = True
+            if job.cancels and job.coroutine is not None:
+                job.coroutine.cancel()
             self._running.remove(job)
             self._free += 1
             self._start()
@@ -107,7 +119,7 @@ class Pool:
             try:
                 job.result = job.function()
                 if inspect.iscoroutine(job.result):
-                    job.result = self._finish(job.result)
+                    job.result = self._finish(job, job.result)
             except BaseException as error:  # noqa: BLE001 - user code may raise anything; callers receive it
                 job.error = error
             with self._changed:
@@ -117,11 +129,13 @@ class Pool:
                     return
                 self._running.remove(job)
 
-    def _finish(self, coroutine: Coroutine[object, object, object]) -> object:
+    def _finish(self, job: EnvironmentJob, coroutine: Coroutine[object, object, object]) -> object:
         """Run a coroutine in this pool's event loop, which owns all environment connections."""
         with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="environment loop", daemon=True).start()
-            loop = self._loop
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+            job.coroutine = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            if job.cancels and job.late:
+                job.coroutine.cancel()
+        return job.coroutine.result()

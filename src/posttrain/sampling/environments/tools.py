@@ -32,23 +32,26 @@ class _Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
+class EnvironmentFailed(Exception):
+    """Raised by environments for their own faults, such as an unavailable server. The episode is repeated."""
+
+
 @dataclass(frozen=True)
 class Tool:
-    """A function callable by a model.
+    """A function callable by a model. Arguments follow ``schema``; ``function`` checks their types.
 
     ``schema``: OpenAI format, as in the ``tools`` of chat templates. ``method``: call the environment's method of
     this name instead of ``function``.
     """
 
     name: str
-    arguments: type[BaseModel]
     schema: Mapping[str, Any]
     function: Callable[..., Any]
     method: bool = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(self.arguments.model_fields)
+        return tuple(properties_of(self.schema))
 
     def read(self, values: Mapping[str, object] | str) -> dict[str, Any]:
         """Convert call arguments to the function's types. ``values``: a mapping, or raw text.
@@ -57,18 +60,52 @@ class Tool:
             ValueError: invalid arguments.
         """
         if isinstance(values, str):
-            values = by_name(self.name, {name: self._is_text(name) for name in self.parameters}, values)
-        values = {key: read_argument(value, self._is_text(key)) for key, value in values.items()}
-        try:
-            checked = self.arguments.model_validate(dict(values))
-        except ValidationError as error:
-            wrong = "; ".join(_explain(item) for item in error.errors())
-            raise ValueError(f"{self.name}: {wrong}. It takes: {usage_of(self.schema)}") from None
-        return {name: getattr(checked, name) for name in self.parameters}
+            values = by_name(self.name, {name: self.is_text(name) for name in self.parameters}, values)
+        values = {key: read_argument(value, self.is_text(key)) for key, value in values.items()}
+        checked, faults = self.check(values)
+        if faults:
+            raise ValueError(f"{self.name}: {'; '.join(faults)}. It takes: {usage_of(self.schema)}")
+        return checked
 
-    def _is_text(self, name: str) -> bool:
+    def is_text(self, name: str) -> bool:
+        """Return True for string parameters and unknown ones."""
+        schema = properties_of(self.schema).get(name, {"type": "string"})
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+    def check(self, values: dict[str, object]) -> tuple[dict[str, Any], list[str]]:
+        """Return the arguments and their faults. Only names are checked here."""
+        parameters = self.schema["function"]["parameters"]
+        takes_any = parameters.get("additionalProperties") not in (None, False)
+        faults = []
+        for name in values:
+            if name not in self.parameters and not takes_any:
+                faults.append(f"there is no argument {name!r}")
+        for name in parameters.get("required", ()):
+            if name not in values:
+                faults.append(f"the argument {name!r} is missing")
+        return values, faults
+
+
+@dataclass(frozen=True)
+class SignatureTool(Tool):
+    """A tool made from a Python signature; ``arguments`` is its pydantic model."""
+
+    arguments: type[BaseModel] = _Arguments
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.arguments.model_fields)
+
+    def is_text(self, name: str) -> bool:
         fields = self.arguments.model_fields
         return name not in fields or fields[name].annotation is str
+
+    def check(self, values: dict[str, object]) -> tuple[dict[str, Any], list[str]]:
+        try:
+            checked = self.arguments.model_validate(values)
+        except ValidationError as error:
+            return {}, [_explain(item) for item in error.errors()]
+        return {name: getattr(checked, name) for name in self.parameters}, []
 
 
 def read_argument(value: object, is_text: bool) -> object:
@@ -122,7 +159,7 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
+def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> SignatureTool:
     """Build a tool from a signature and docstring. ``place`` prefixes messages; ``method`` skips ``self``.
 
     Raises:
@@ -160,7 +197,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
         raise UsageError(f"{place}: its types cannot be described to a model ({reason}); use plain ones") from None
     description, values = _read_docstring(doc)
     function_schema = {"name": name, "description": description, "parameters": _plain_schema(schema, values)}
-    return Tool(name, arguments, {"type": "function", "function": function_schema}, function, method)
+    return SignatureTool(name, {"type": "function", "function": function_schema}, function, method, arguments)
 
 
 def result_text(result: object) -> str:

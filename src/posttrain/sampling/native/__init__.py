@@ -1,1 +1,1 @@
-"""Sampling in the trainer's process, with the trainer's own weights."""
+"""In-process sampling with the trainer's weights."""

@@ -1,8 +1,8 @@
-"""A preallocated key/value cache whose rows share one write column.
+"""Preallocated key/value cache whose rows share one write column.
 
-All rows write their next key and value into one column (``cursor``). A row's prompt ends at the cursor of the moment
-when it is admitted, and begins at its entry of ``starts``. So a decode step writes one slice per layer, prompts need no
-padding, and the mask changes only with the rows of the batch. Positions are the caller's, independent of columns.
+Each step writes all rows at column ``cursor``. On admission, a row's prompt is placed to end at the cursor, beginning
+at its entry in ``starts``. Decode steps therefore write one slice per layer, prompts need no padding, and masks
+change only when the batch changes. Positions are managed by callers and independent of columns.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ VALUE_AXIS = 2  # of the columns of values ``[slots, heads, columns, dim]``
 
 
 class SlotCache:
-    """Keys and values of up to ``num_slots`` rows of a decoder; the rows in use are always the first ``count``.
+    """Keys and values for up to ``num_slots`` rows; the first ``count`` slots are in use.
 
     Args:
-        capacity: columns to begin with; grows when needed.
-        shared: keeps prompts once for all their rows; without it every row has a copy in columns of its own.
+        capacity: initial columns; grows on demand.
+        shared: stores each prompt once for all rows. Without it, every row holds a copy.
     """
 
     def __init__(self, decoder: Decoder, num_slots: int, capacity: int, shared: SharedPrefixes | None = None) -> None:
@@ -47,13 +47,13 @@ class SlotCache:
 
     @property
     def width(self) -> int:
-        """Columns that a step reads, the one being written included."""
+        """Columns read by a step, including the one being written."""
         return self.cursor + 1 - self.first
 
     def mask(self) -> Tensor | None:
-        """Return ``[count, 1, 1, width]``: 0 where a row may look, -inf before its start; aligned on a GPU.
+        """Attention mask ``[count, 1, 1, width]``: 0 if visible, -inf before a row's start; aligned on GPU.
 
-        None when all rows may look anywhere.
+        None if every row sees all columns.
         """
         if self._bias is None:
             return None
@@ -89,8 +89,8 @@ class SlotCache:
         if longest == 0:
             return
         prompts = torch.as_tensor(list(prompt_of_row), device=self.device)[:, None]
-        # Column c of the window holds token c - (longest - length) of the prompt; before that,
-        # token 0 stands in as a finite value under the mask.
+        # Column c of the window holds prompt token c - (longest - length). Earlier columns repeat token 0, a finite
+        # value that the mask hides.
         offsets = np.arange(longest)[None, :] - (longest - lengths)[:, None]
         times = torch.as_tensor(np.maximum(offsets, 0), device=self.device)
         for (tensors, axis), sources in zip(self._by_kind(), (prefix.keys, prefix.values), strict=True):
@@ -130,7 +130,7 @@ class SlotCache:
             self._bias = zeros.masked_fill_(hidden, -torch.inf)
 
     def advance(self) -> None:
-        """The column at the cursor is written; go to the next, making room where there is none."""
+        """Move to the next column after a write, growing if necessary."""
         self.cursor += 1
         if self.cursor < self.capacity:
             return
@@ -140,9 +140,9 @@ class SlotCache:
             self._rebuild(0, int(self.capacity * GROWTH) + 1)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[count, heads, dim]`` at the cursor; return views of all that the rows may look at.
+        """Write ``[count, heads, dim]`` at the cursor and return views of visible columns.
 
-        They are ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
+        Views are ``[count, heads, width, dim]``; transposed keys are ``[count, heads, dim, width]``.
         """
         axis, key_rows, value_rows = self.key_axis, self.key_rows[layer], self.value_rows[layer]
         key_rows.select(axis, self.cursor).copy_(keys)
@@ -151,7 +151,7 @@ class SlotCache:
         return key_rows.narrow(axis, self.first, width), value_rows.narrow(VALUE_AXIS, self.first, width)
 
     def _by_kind(self) -> tuple[tuple[list[Tensor], int], tuple[list[Tensor], int]]:
-        """Return the layers' keys and values, each with the axis of its columns."""
+        """Pair keys and values with their column axis."""
         return (self.keys, self.key_axis), (self.values, VALUE_AXIS)
 
     def _empty(self, num_slots: int, heads: int, dim: int, axis: int) -> Tensor:
@@ -160,7 +160,7 @@ class SlotCache:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _rebuild(self, shift: int, capacity: int) -> None:
-        """Move all used columns by ``shift`` into tensors of ``capacity`` columns, layer by layer."""
+        """Shift used columns by ``shift`` into new tensors with ``capacity`` columns, layer by layer."""
         used = self.cursor - self.first
         self.capacity = _aligned(capacity)
         for tensors, axis in self._by_kind():
@@ -197,7 +197,7 @@ class Window:
         return bias.masked_fill_(hidden, -torch.inf)[:, None, None, :]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[rows, heads, dim]`` at the column; return the window's views, as ``SlotCache.write`` does."""
+        """Write ``[rows, heads, dim]`` at the column and return views of this window, like ``SlotCache.write``."""
         views = []
         sides = (self.cache.keys[layer], keys, self.cache.key_axis), (self.cache.values[layer], values, VALUE_AXIS)
         for whole, new, axis in sides:
@@ -208,9 +208,10 @@ class Window:
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """Copy ``mask [R, 1, 1, W]`` to memory whose strides are multiples of 16.
+    """Copy ``mask [R, 1, 1, W]`` to memory with strides divisible by 16.
 
-    Memory-efficient attention takes no other: it would be copied in every layer, or refused inside a larger one.
+    Memory-efficient attention requires this; otherwise it copies the mask in every layer, or fails within larger
+    masks.
     """
     width = mask.shape[-1]
     return mask.new_empty((*mask.shape[:-1], _aligned(width)))[..., :width].copy_(mask)
@@ -221,7 +222,7 @@ def _aligned(columns: int) -> int:
 
 
 class Decoder(Protocol):
-    """A decoding path over the weights of the moment: two forward passes."""
+    """A decoding path bound to the current weights, with two forward passes."""
 
     shapes: list[LayerShape]
     device: torch.device
@@ -229,29 +230,29 @@ class Decoder(Protocol):
     can_share: bool  # decode attends to ``cache.shared``
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
-        """Return keys and values of P prompts (ragged, none empty)."""
+        """Compute keys and values for P ragged, nonempty prompts."""
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits ``[R, V]`` of one step: ``int64 [R]`` tokens at their positions ``int64 [R]``.
+        """Compute logits ``[R, V]`` for tokens ``int64 [R]`` at positions ``int64 [R]``.
 
-        Writes every layer's keys and values at the cache's cursor and does not advance it.
+        Writes keys and values at the cache's cursor without advancing it.
         """
 
 
 def pad_right(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return ``int64 [P, L]``, each row padded with its own last token, which earlier positions never see."""
+    """Pad to ``int64 [P, L]`` with each row's last token, which earlier positions never attend to."""
     width = max(len(p) for p in prompts)
     return torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts], dtype=torch.long, device=device)
 
 
-# Prompts' keys and values, kept once however many rows continue from them: at a decode step the queries of all rows of
-# a prompt meet its keys in one matrix product, so the prompt is read once per group (as in Hydragen, Juravsky et al.
-# 2024). The scores go back to row order, where one softmax spans the prompt and the row's own columns.
+# Prompt keys and values, stored once for all continuations. In each decode step, queries from all rows sharing a prompt
+# are multiplied with its keys in one matrix product, so prompts are read once per group (as in Hydragen, Juravsky et
+# al. 2024). Scores are then returned to row order, for one softmax over prompt and row columns.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Key/value heads of one layer, the size of a key and of a value, and their dtype."""
+    """Key/value heads, key and value sizes, and dtype of one layer."""
 
     heads: int
     key_dim: int
@@ -261,25 +262,25 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Keys and values of P prompts, per layer ``[P, L, heads, dim]``, valid up to ``lengths[p]``."""
+    """Keys and values for P prompts, per layer ``[P, L, heads, dim]``, valid up to ``lengths[p]``."""
 
     keys: list[Tensor]
     values: list[Tensor]
     lengths: list[int]
 
     def select(self, index: int) -> Prefix:
-        """Return one prompt alone, in memory of its own."""
+        """Copy out a single prompt."""
         one = slice(index, index + 1)
         return Prefix([k[one].clone() for k in self.keys], [v[one].clone() for v in self.values], [self.lengths[index]])
 
 
 class SharedPrefixes:
-    """E prompts in use, and the prompt of each row of the batch.
+    """E prompts in use, with a map from batch rows to prompts.
 
-    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's length. All layers have
-    the same number of key/value heads H. After ``refresh``, with R rows and at most G per prompt: ``to_groups``
-    ``int64 [E*H*G]`` picks from rows ``[R*H]`` (free places repeat row 0), ``to_rows`` ``int64 [R*H]`` picks back;
-    ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
+    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zero beyond a prompt's length. All layers
+    share the number of key/value heads H. After ``refresh`` with R rows and at most G per prompt: ``to_groups``
+    ``int64 [E*H*G]`` gathers from rows ``[R*H]`` (free places repeat row 0), ``to_rows`` ``int64 [R*H]`` gathers
+    back, and ``bias`` ``[E*H, 1, L]`` masks columns beyond shorter prompts.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device) -> None:
@@ -300,7 +301,7 @@ class SharedPrefixes:
         return max(self.lengths, default=0)
 
     def admit(self, prefix: Prefix, names: Sequence[int], rows: slice, prompt_of_row: Sequence[int]) -> None:
-        """Keep the prompts of ``prefix``, known from now on by ``names``, and point ``rows`` to them."""
+        """Store new prompts from ``prefix`` under ``names``, and assign them to ``rows``."""
         fresh = [p for p, name in enumerate(names) if name not in self.names]
         if fresh:
             self._append(prefix, fresh)
@@ -308,7 +309,7 @@ class SharedPrefixes:
         self.entry_of_row[rows] = [self.names.index(names[p]) for p in prompt_of_row]
 
     def refresh(self, count: int) -> None:
-        """Forget prompts that none of the first ``count`` rows uses; index the others."""
+        """Drop prompts unused by the first ``count`` rows, and reindex."""
         used, entries = np.unique(self.entry_of_row[:count], return_inverse=True)
         if len(used) < len(self.names):
             self._keep(used.tolist())
@@ -318,7 +319,7 @@ class SharedPrefixes:
         sizes = np.bincount(entries, minlength=len(used))
         most = int(sizes.max())
         order = np.argsort(entries, kind="stable")
-        place = np.empty(count, dtype=np.int64)  # each row's place within its group
+        place = np.empty(count, dtype=np.int64)  # index within each group
         place[order] = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         to_rows = (entries[:, None] * self.heads + np.arange(self.heads)) * most + place[:, None]
         to_groups = np.zeros(len(used) * self.heads * most, dtype=np.int64)
@@ -336,7 +337,7 @@ class SharedPrefixes:
         self.lengths += [prefix.lengths[p] for p in fresh]
         width, index = self.width, torch.tensor(list(fresh), device=self.device)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            # What the prefill computed for its padding is finite and stays under the mask.
+            # Prefill output for padding is finite and stays masked.
             new_keys = prefix.keys[layer][index, :width].permute(0, 2, 3, 1)
             new_values = prefix.values[layer][index, :width].permute(0, 2, 1, 3)
             self.keys[layer] = torch.cat([pad(one, (0, width - one.shape[3])) for one in (keys, new_keys)])

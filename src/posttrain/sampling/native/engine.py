@@ -1,8 +1,7 @@
-"""The engine in the trainer's process: samples with the trainer's own weights, by reference.
+"""In-process engine that samples by reference with the trainer's weights.
 
-There are a fast path for one family of blocks, a reference path over the model's own modules, and a plain path for
-models whose state is not keys and values. The first whose log-probabilities are those of the model's own forward pass
-samples.
+It tries a fast path for a family of blocks, a reference path over the model's modules, and a plain path for models
+with state other than keys and values. The first path whose log-probabilities match the model's forward pass is used.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ if TYPE_CHECKING:
     from posttrain.sampling.stop_texts import StopFinder
 
 Path = Literal["lean", "modules", "plain", "reread"]
-PROBED_TOKENS = 64  # of a row, at least
-SMALLEST_REACH = 256  # of a generation that other rows may join
+PROBED_TOKENS = 64  # minimum per row
+SMALLEST_REACH = 256  # minimum for generations that accept more rows
 PATHS: dict[Path, str] = {
     "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
     "plain": "the model's own cache, prompts of one length at a time",
     "reread": "no cache: every token reads all tokens before it",
 }
-_OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
+_OWN_FORWARD = ("plain", "reread")  # paths using only the model's forward pass
 
 
 @register("engine", keeps_sets=True, applies_rules=True)
 def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
-    """Sample in this process with the trainer's own weights: no copy, no synchronization.
+    """Sample in this process with the trainer's weights, without copies or synchronization.
 
-    Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
-    log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
-    log-probabilities equal the model's; every other architecture samples through its own modules.
+    Continuous batching over ``slots`` rows in flight. Each prompt is computed once per group, and log-probabilities
+    are fp32. Qwen3, Qwen2 and Llama models use a fast path if its log-probabilities match the model; other
+    architectures sample through their modules.
 
     Args:
         slots: rows in flight.
@@ -76,21 +75,21 @@ def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1
 
 
 class NativeEngine(Engine):
-    """See ``native``. ``model`` is a transformers causal language model, or a peft one around it.
+    """See ``native``. ``model`` is a transformers causal language model, optionally wrapped by peft.
 
-    ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
+    ``path``: ``lean`` allows the fast path if it matches the model; ``modules`` never uses it.
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
         self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Hashable, tuple[Path, list[LayerShape]]] = {}
-        self._can_record = True  # decode steps, on a GPU
-        self.tokenizer: Any = None  # for texts that end an answer
-        self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
+        self._can_record = True  # decode steps can be recorded on this GPU
+        self.tokenizer: Any = None  # needed for stop texts
+        self.num_tokens: int | None = None  # tokenizer size; larger ids are never sampled
 
     @property
     def path(self) -> Path:
-        """The decoding path of the model as it is now (found by a probe, once)."""
+        """Decoding path for the current model, probed once per structure."""
         with sampling_mode(self.model):
             return self._choose(PROBED_TOKENS)[0]
 
@@ -103,13 +102,12 @@ class NativeEngine(Engine):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """See ``Engine.generate``. The model's training mode is as before afterwards.
+        """See ``Engine.generate``. Restores the model's training mode afterwards.
 
         Raises:
-            UsageError: an empty prompt, one that leaves no room in the model's context, an id
-                outside the vocabulary, or sampling options out of range.
-            EngineMismatch: no path computes what the model computes.
-            RunFailure: the model's logits are not finite.
+            UsageError: empty prompt, no room left in the context, unknown ids, or sampling options out of range.
+            EngineMismatch: no path matches the model.
+            RunFailure: non-finite logits.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         context = sampling.within(self.context_tokens)
@@ -154,13 +152,13 @@ class NativeEngine(Engine):
     def begin_generation(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, *, slots: int
     ) -> Generation:
-        """Begin a generation that goes on step by step, and that other rows may join while it has free slots.
+        """Begin a stepwise generation that accepts further rows while slots are free.
 
         Args:
-            slots: rows in flight at most.
+            slots: maximum rows in flight.
 
         Raises:
-            EngineMismatch: no path computes what the model computes.
+            EngineMismatch: no path matches the model.
         """
         needed = max(_reach(prompts, rows), SMALLEST_REACH)
         reach = min(self.context_tokens, 1 << (needed - 1).bit_length())
@@ -172,7 +170,7 @@ class NativeEngine(Engine):
 
     @property
     def bytes_per_token(self) -> int:
-        """The memory that the cache takes for a token of a row."""
+        """Cache bytes per token and row."""
         with sampling_mode(self.model):
             shapes = self._choose(PROBED_TOKENS)[1]
         if shapes:
@@ -193,7 +191,7 @@ class NativeEngine(Engine):
         reach: int | None = None,
         respondent: Respondent | None = None,
     ) -> Schedule | PlainSchedule:
-        """Return what completes the rows; with ``reach``, others with so many tokens may join."""
+        """Build a schedule for these rows. With ``reach``, more rows up to this length may join."""
         if self.num_tokens is not None and self.num_tokens < self.vocab_size:
             sampling = replace(sampling, num_tokens=self.num_tokens)
             self._say(
@@ -228,16 +226,16 @@ class NativeEngine(Engine):
         return work
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
-        """Return the path over the parameters of this moment, for positions below ``reach``.
+        """Bind a path to the current parameters, for positions below ``reach``.
 
         Raises:
-            EngineMismatch: the fast path is not for this model.
+            EngineMismatch: unsupported by the fast path.
         """
         if path == "modules":
             from posttrain.sampling.native.reference_path import ModulesDecoder  # which few models need
 
             return ModulesDecoder(self.model, shapes)
-        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
+        if _has_hooks(self.model):  # hooks run only in module forward passes
             raise EngineMismatch("its modules have hooks")
         decoder = FastDecoder.bind(self.model, reach)
         if decoder is None:
@@ -247,9 +245,9 @@ class NativeEngine(Engine):
         return decoder
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
-        """Return the path for rows of ``reach`` tokens of the model as it is built now.
+        """Choose a path for rows of ``reach`` tokens with the current model structure.
 
-        It is probed where the structure is new, or the rows are the first to get past a switch of the configuration.
+        Probes if this structure is new, or if rows are the first to exceed a length switch in the configuration.
         """
         reach = min(context_length(self.model.config), max(reach, PROBED_TOKENS))
         switches = find_switches(self.model.config, reach)
@@ -265,7 +263,7 @@ class NativeEngine(Engine):
     def _read_known(
         self, reach: int, batches: list[tuple[int, ...]], structure: tuple[Hashable, ...]
     ) -> tuple[Path, list[LayerShape]] | None:
-        """Return the fast path if an earlier process has compared it with this model, else None."""
+        """Use the fast path if an earlier process verified it for this model, else None."""
         if self.wanted != "lean" or not is_known(fingerprint(self.model, [batches, *structure])):
             return None
         try:
@@ -304,10 +302,10 @@ class NativeEngine(Engine):
         )
 
     def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]]) -> list[LayerShape]:
-        """Compare a path with the model; return the shapes of its keys and values.
+        """Compare a path with the model and return its key and value shapes.
 
         Raises:
-            EngineMismatch: its log-probabilities are not the model's.
+            EngineMismatch: log-probabilities differ.
         """
         shapes: list[LayerShape] = []
         if path in _OWN_FORWARD:
@@ -322,7 +320,7 @@ class NativeEngine(Engine):
         for batch in batches[1:]:
             try:
                 found.append(probe(self.model, decode, dtype, reach, batch))
-            except torch.OutOfMemoryError:  # of the comparison; sampling may need less
+            except torch.OutOfMemoryError:  # while comparing; sampling may need less
                 tokens = max(batch)
                 self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
         difference, tolerance = max(found, key=lambda one: one[0] - one[1])
@@ -341,11 +339,11 @@ def _describe_rows(rows: Sequence[Conversation]) -> str:
 
 
 class Generation:
-    """A generation that a caller carries out: several take turns on one model.
+    """A generation advanced by its caller, so that several can share a model.
 
     Args:
-        is_lean: it takes the fast path.
-        reach: the largest number of tokens of a row that can join, its prompt included.
+        is_lean: uses the fast path.
+        reach: maximum tokens of a joining row, including its prompt.
     """
 
     def __init__(self, model: PreTrainedModel, work: Schedule | PlainSchedule, *, is_lean: bool, reach: int) -> None:
@@ -353,13 +351,13 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """True if every row has finished."""
+        """True once all rows have finished."""
         return self.work.is_done
 
     def run(self, is_enough: Callable[[], bool]) -> None:
-        """Step until every row has finished, or ``is_enough`` after a step.
+        """Step until all rows have finished or ``is_enough`` returns True.
 
-        Between two steps the caller may set the ``finish`` of a row, which then leaves.
+        Between steps, callers may set ``finish`` on a row to remove it.
         """
         with sampling_mode(self.model), torch.inference_mode(self.is_lean):
             while not self.work.is_done:
@@ -368,7 +366,7 @@ class Generation:
                     return
 
     def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> bool:
-        """Add rows of the same sampling options; return False if there is no room for them."""
+        """Add rows with identical sampling options; False if they do not fit."""
         if len(rows) > self.work.num_free or _reach(prompts, rows) > self.reach:
             return False
         assert isinstance(self.work, Schedule), "others have no free slots"
@@ -377,15 +375,15 @@ class Generation:
 
 
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
-    """Return the largest number of tokens that any of ``rows`` may have, with its prompt."""
+    """Compute the maximum tokens of any row, including its prompt."""
     return max(len(prompts[row.prompt]) + row.limit for row in rows)
 
 
 @contextmanager
 def _probing() -> Iterator[None]:
-    """Compute in full precision; an error of a library, which may raise anything, is a mismatch.
+    """Use full precision, and report any library error as a mismatch.
 
-    Binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product.
+    This includes binding, since transformers 5.17 computes rotary angles with a product.
     """
     with full_precision():
         try:
@@ -398,9 +396,9 @@ def _probing() -> Iterator[None]:
 
 @contextmanager
 def sampling_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Set evaluation mode, no gradients, no autocast; every module's own mode is put back.
+    """Disable training mode, gradients and autocast, restoring each module's mode afterwards.
 
-    cuDNN's attention is off: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
+    cuDNN attention is disabled: it plans each new shape (about 100 ms), and cache width grows with every token.
     """
     modes = [(module, module.training) for module in model.modules()]
     device_type = next(model.parameters()).device.type
@@ -417,14 +415,14 @@ def sampling_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _structure(model: PreTrainedModel) -> tuple[Hashable, ...]:
-    """Return the facts on which a path depends besides the parameters' values: modules, dtype, device, hooks."""
+    """Collect facts that determine the path besides parameter values: modules, dtype, device, hooks."""
     parameter = next(model.parameters())
     kinds = tuple((name, type(module)) for name, module in model.named_modules())
     return kinds, parameter.dtype, parameter.device, _has_hooks(model)
 
 
 def _has_hooks(model: PreTrainedModel) -> bool:
-    """Return True if anything watches or replaces the forward pass of a module."""
+    """Check if any module's forward pass is hooked or replaced."""
     return any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
     )

@@ -43,7 +43,7 @@ Attend = Callable[[int, "Layer", "Workspace"], Tensor]
 
 
 class Layer:
-    """One block: its parameters by reference, and its head norms side by side."""
+    """One block: parameters by reference, and concatenated head norms."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -62,7 +62,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """One buffer ``[N, all heads * head_dim]`` and views of it; overwritten by every block."""
+    """A buffer ``[N, all heads * head_dim]`` and views into it, overwritten by every block."""
 
     q: Tensor
     k: Tensor
@@ -148,8 +148,8 @@ class FastDecoder:
             query = q.view(rows, self.num_keys, -1, self.head_dim)
             if self.transposed:
                 return self._attend_plainly(index, query, keys, values, bias, cache.shared)
-            # The query heads that share a key head stand as query positions: no mask of their own, and no enable_gqa,
-            # with which neither flash nor memory-efficient attention takes a mask.
+            # Query heads sharing a key head become query positions. This avoids separate masks and enable_gqa, which
+            # neither flash nor memory-efficient attention supports with a mask.
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
             return mixed.reshape(rows, -1)
 
@@ -167,7 +167,7 @@ class FastDecoder:
         bias: Tensor | None,
         shared: SharedPrefixes | None,
     ) -> Tensor:
-        """Return the attention ``[R, heads * group * dim]`` of ``query [R, heads, group, dim]``."""
+        """Compute attention ``[R, heads * group * dim]`` for ``query [R, heads, group, dim]``."""
         rows, heads, group, dim = query.shape
         flat = query.view(rows * heads, group, dim)
         values = values.flatten(0, 1)
@@ -224,10 +224,10 @@ class FastDecoder:
 
 
 def _fits(base: PreTrainedModel, config: PretrainedConfig) -> bool:
-    """Return True if the parts are those of the block above, each of a known type."""
+    """Check if all parts match the block above with known types."""
     if _parts(base) != BASE_PARTS or type(base.embed_tokens) is not nn.Embedding or not len(base.layers):
         return False
-    rope = getattr(base.rotary_emb, "rope_type", None)  # one for each kind of layer, in some families
+    rope = getattr(base.rotary_emb, "rope_type", None)  # some families have one per layer type
     if not isinstance(rope, str) or rope not in STATIC_ROPES or config.hidden_act != "silu":
         return False
     return hasattr(base.norm, "variance_epsilon") and all(map(_layer_fits, base.layers))
@@ -270,7 +270,7 @@ class Projection:
 
     @classmethod
     def bind(cls, module: object) -> Projection:
-        """Take the parameters of a linear layer, or of a LoRA around one, by reference."""
+        """Take parameters by reference from a linear layer, optionally with LoRA."""
         terms = low_rank_terms(module)
         assert terms is not None, "the caller has checked that the module is plain"
         linear, adapters = terms
@@ -281,7 +281,7 @@ class Projection:
         return int(self.weight.shape[0])
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """Write the product into ``out`` ``[N, size]``, which may be a part of a wider buffer."""
+        """Write the product into ``out`` ``[N, size]``, possibly a slice of a wider buffer."""
         if self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:
@@ -295,7 +295,7 @@ class Projection:
         return out
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add the projection of x to ``residual``, in place."""
+        """Add the projection of x to ``residual`` in place."""
         if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and takes_onednn(self.weight):
             residual.add_(multiply(x, self.weight, self.bias))
         else:

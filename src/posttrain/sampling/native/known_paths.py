@@ -1,7 +1,7 @@
-"""Models for which the fast path was compared with the model before: a small file each, in the cache folder.
+"""Cache of models whose fast path was verified: one small file each in the cache folder.
 
-The comparison takes longer than a short answer. Its result is kept for the model, its type of numbers and its device,
-and for the versions of the libraries and of the code that computes.
+Verification takes longer than a short answer. Results are keyed by model, dtype, device, library versions and our
+code.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 FOLDER = "compared"
 CONTENT = b"the fast path computes what the model does\n"
-MAX_FILES = 200  # the oldest are removed: each checkpoint of a run is another model
+MAX_FILES = 200  # oldest are removed; every checkpoint adds a file
 
 
 def fingerprint(model: PreTrainedModel, facts: Iterable[object]) -> str:
-    """Return a hash of everything that the comparison of a path with ``model`` depends on.
+    """Hash everything that affects comparing a path with ``model``.
 
-    Of the weights the first numbers of each are read. ``facts``: what the engine adds, such as the prompts' lengths.
+    Includes the first numbers of each weight, and ``facts`` from the engine, such as prompt lengths.
     """
     weights = [parameter.detach().reshape(-1)[:4].float().tolist() for parameter in model.parameters()]
     device = next(model.parameters()).device
@@ -46,14 +46,14 @@ def fingerprint(model: PreTrainedModel, facts: Iterable[object]) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Return whether the fast path was compared for a fingerprint, with success."""
+    """Check if the fast path was verified for a fingerprint."""
     with suppress(UsageError, OSError):
         return (_folder() / name).read_bytes() == CONTENT
     return False
 
 
 def remember(name: str) -> None:
-    """Keep a success; a cache that cannot be written keeps nothing."""
+    """Record a success; ignored if the cache is not writable."""
     with suppress(UsageError, StorageError, OSError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def _folder() -> Path:
 
 
 def _oldest(files: Sequence[Path]) -> list[Path]:
-    """Return the files beyond ``MAX_FILES``, with room for one more."""
+    """Select the oldest files to remove, so that one more fits within ``MAX_FILES``."""
     too_many = len(files) + 1 - MAX_FILES
     if too_many <= 0:
         return []
@@ -76,7 +76,7 @@ def _oldest(files: Sequence[Path]) -> list[Path]:
 
 @cache
 def _digest_of_code() -> str:
-    """Return a hash of the modules that compute both sides: the native engine and the forward pass."""
+    """Hash the source code of both computations: native engine and forward pass."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(forward.__file__).parent):
         for file in sorted(folder.glob("*.py")):

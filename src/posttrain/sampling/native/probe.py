@@ -1,4 +1,4 @@
-"""The comparison of a decoding path with the model, on a few ragged sequences, before the path is used."""
+"""Compare a decoding path with the model on a few ragged sequences before using it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
-LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
+LEAST_PAST = 16  # tokens beyond a length switch
 
 
 def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
-    """Return batches of prompt lengths: one of 64 tokens with what is decoded, then past each switch and across it.
+    """Choose batches of prompt lengths: a short one, then one per switch with rows beyond it and across it.
 
-    Past a window by half of it, where rows of ``reach`` tokens get so far: a few tokens of thousands change little.
+    Rows exceed a window by half its size if ``reach`` permits, since a few tokens among thousands change little.
     """
     batches: list[tuple[int, ...]] = [PROMPT_TOKENS]
     for switch in switches:
@@ -39,13 +39,13 @@ Decode = Callable[[list[list[int]], int], list[Tensor]]
 def probe(
     model: PreTrainedModel, decode: Decode, dtype: torch.dtype, context: int, prompt_tokens: Sequence[int]
 ) -> tuple[float, float]:
-    """Return the largest difference in log-probability between a path and ``model``'s own forward, and its limit.
+    """Measure the largest log-probability difference between a path and ``model``, and its tolerance.
 
-    Both in nats. Prompts of different lengths are prefilled and decoded for a few steps with given tokens; the full
-    distribution of every step is compared. ``decode(rows, steps)``: the log-probabilities ``[rows, steps, V]`` after
-    each of the last ``steps`` tokens of a row but its last, by every way of the path. The limit follows the spread of
-    the logits, which is small in a fresh model. The caller sets full precision: TF32 rounds by more than a wrong
-    function may differ.
+    Both in nats. Ragged prompts are prefilled and decoded for a few steps with fixed tokens, comparing full
+    distributions. ``decode(rows, steps)`` returns log-probabilities ``[rows, steps, V]`` before each of a row's last
+    ``steps`` tokens, for each variant of the path. The tolerance scales with the logits' spread, which is small in
+    untrained models. Callers must set full precision, because TF32 rounding errors exceed the effect of a wrong
+    function.
     """
     steps = min(STEPS, max(1, context // 2))
     lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
@@ -66,12 +66,12 @@ def probe(
 
 
 def _largest(difference: Tensor) -> float:
-    """Return the largest absolute entry; NaN, which compares as nothing, counts as infinite."""
+    """Largest absolute entry; NaN counts as infinite."""
     return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())
 
 
 def decode_in_slots(decoder: Decoder, rows: list[list[int]], steps: int) -> list[Tensor]:
-    """Return what ``decoder`` computes (see ``probe``), for prompts that are copied and, if it can, shared."""
+    """Run ``decoder`` (see ``probe``) with copied and, if supported, shared prompts."""
     return [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
 
 

@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one launch for a step, which otherwise makes more than 20 for every layer.
+"""Decode steps as CUDA graphs: one launch per step instead of more than 20 per layer.
 
-A graph repeats the same kernels on the same memory. So the column of the cache that a step writes is a number on the
-device, and the step reads a fixed window of columns under a mask. There is a graph for each number of rows (the slots,
-a half of them, a quarter ...) and each window. Whatever a graph reads belongs to the schedule, its decoder, its cache,
-``RecordedSteps`` or the graph itself, so that none of it is given back before the graph is.
+A graph replays fixed kernels on fixed memory. Therefore the cache column to write is a number on the device, and steps
+read a fixed window of columns under a mask. There is one graph per row count (all slots, half, a quarter ...) and
+window. Memory read by a graph is owned by the schedule, decoder, cache, ``RecordedSteps`` or the graph, so it outlives
+the graph.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from posttrain.sampling.native.cache import SlotCache, Window
 
 if TYPE_CHECKING:
     from posttrain.sampling.native.fast_path import FastDecoder
-LEAST_ROWS = 8  # fewer rows have no graph of their own
-LEAST_COLUMNS = 128  # a window ends at a multiple of this, or of a quarter to an eighth of its width
+LEAST_ROWS = 8  # smaller batches get no separate graph
+LEAST_COLUMNS = 128  # window ends are multiples of this, or of a quarter to an eighth of their width
 MOST_GRAPHS = 64  # at a time
 
 
@@ -36,10 +36,11 @@ class StepRows(Protocol):
 
 
 class RecordedSteps:
-    """The decode steps of one ``Schedule``: called the first time in a window, then recorded and replayed.
+    """Decode steps for one ``Schedule``: executed once per window, then recorded and replayed.
 
-    On a CPU they are called every time, which tests compare with the schedule's own steps; so they are on a GPU that
-    cannot record them, with a notice by ``say``. ``most_kept``: of a set of ``draw_kept``; 0 if they are not kept.
+    On CPU they are always executed, which tests compare with the schedule's steps. If a GPU cannot record, they are
+    also executed, after a notice through ``say``. ``most_kept``: maximum set size in ``draw_kept``; 0 without kept
+    sets.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class RecordedSteps:
         self.starts = torch.zeros(num_slots, dtype=torch.long, device=device)
         # Slots without a row count on beyond their end.
         self.last = torch.tensor([[decoder.max_positions - 1], [limit - 1]], device=device)
-        # What was drawn since the host last looked, and in how many steps.
+        # Draws since the last transfer to the host, and the number of steps.
         self.ids = torch.zeros((most_steps, num_slots), dtype=torch.long, device=device)
         self.probabilities = torch.zeros((most_steps, num_slots), dtype=dtype, device=device)
         self.sets: Tensor | None = None
@@ -68,25 +69,25 @@ class RecordedSteps:
         self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
         self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: called once
         self._keys: Tensor | None = None  # of the cache's first layer; a cache that grew or was shifted has others
-        # Memory of all graphs, and the one stream on which they are recorded: another would get none of it.
+        # Memory and stream shared by all graphs; memory is only reused within one stream.
         self._memory: object = None
         self._stream: object = None
 
     def run(self, schedule: StepRows, rows: int, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Decode and draw ``steps`` times for the first ``rows`` slots.
 
-        Ids and probabilities are ``[steps, rows]``, and sets ``[steps, rows, 1 + K]`` where they are kept.
+        Returns ids and probabilities ``[steps, rows]``, and kept sets ``[steps, rows, 1 + K]`` if enabled.
         """
         cache, size = schedule.cache, rows_of_graph(rows, len(self.starts))
         self.num_steps.zero_()
         done = 0
         while done < steps:
-            # A slot without a row sees at least one column, so that what it writes is finite.
+            # An empty slot sees at least one column, which keeps its output finite.
             self.starts.copy_(torch.from_numpy(cache.starts.clip(max=cache.cursor)))
             self.column.fill_(cache.cursor)
             if self._keys is not cache.keys[0] or len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.clear()
-                self._keys, self._memory = cache.keys[0], None  # the graphs' memory ends with the last of them
+                self._keys, self._memory = cache.keys[0], None  # graph memory ends with the last graph
             first, end = window_of(cache)
             count = min(steps - done, end - cache.cursor)
             for _ in range(count):
@@ -108,12 +109,12 @@ class RecordedSteps:
             if replay is not None:
                 replay()
                 return
-        # The libraries prepare themselves in the first step.
+        # Libraries initialize in the first step.
         self._compute(schedule, size, Window(cache, size, first, end, self.column, self.starts))
         self._graphs[place] = None
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Return the replay of ``step``, or None from now on where this GPU cannot record it."""
+        """Record ``step``; on failure disable recording and return None."""
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(self.column.device)
@@ -127,10 +128,10 @@ class RecordedSteps:
             return None
 
     def _compute(self, schedule: StepRows, size: int, window: Window) -> None:
-        """Make one step of the first ``size`` slots. Those without a row compute, too: nothing reads what they draw."""
+        """Run one step for the first ``size`` slots. Empty slots compute too, but their draws are ignored."""
         tokens, counters = schedule.tokens[:size], schedule.counters[:, :size]
         positions, drawn = torch.minimum(counters, self.last)
-        self.decoder.forget_workspace()  # a graph has one in its own memory
+        self.decoder.forget_workspace()  # graphs use a private workspace
         ids, probability, kept = schedule.draw_next(self.decoder.decode(tokens, positions, window), drawn)
         self.decoder.forget_workspace()
         self.ids[:, :size].index_copy_(0, self.num_steps, ids[None])
@@ -143,7 +144,7 @@ class RecordedSteps:
 
 
 def rows_of_graph(rows: int, num_slots: int) -> int:
-    """Return the smallest of all slots, a half of them, a quarter ..., that holds ``rows``."""
+    """Choose the smallest of all slots, half, a quarter ... that fits ``rows``."""
     size = num_slots
     while size // 2 >= max(rows, LEAST_ROWS):
         size //= 2

@@ -1,11 +1,11 @@
-"""The decoding paths for every architecture: the model's own modules, over our key/value cache or over their own.
+"""Decoding paths for any architecture, with our key/value cache or the model's cache.
 
-``ModulesDecoder``: the model's forward pass over our cache, for any causal language model whose state is keys and
-values, with sliding windows where its configuration names them.
+``ModulesDecoder``: the model's forward pass over our cache, for causal language models with key/value state, including
+sliding windows named in the configuration.
 
-``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like allow neither
-padding nor rows that join later, so rows of one prompt length are decoded together. A model without a usable cache
-reads all tokens at every step.
+``PlainRows``: the model's forward pass and cache. Linear attention, convolutions and similar states allow neither
+padding nor joining rows, so rows with equal prompt lengths are decoded together. Models without a usable cache reread
+all tokens in every step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ColumnCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write ``[R, heads, 1, dim]`` at the cursor; return all columns of the batch."""
+        """Write ``[R, heads, 1, dim]`` at the cursor and return all visible columns."""
         return self.slots.write(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -60,8 +60,7 @@ class ModulesDecoder:
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
         window = getattr(config, "sliding_window", None)
-        # Configurations that list their layers' kinds name the windowed ones there; the others
-        # (Mistral) mean every layer.
+        # Configurations with layer types mark windowed layers; otherwise (Mistral) every layer is windowed.
         self.window = window if window and ("sliding_attention" in kinds or not kinds) else None
         self.mixed = "sliding_attention" in kinds
         self.shapes = shapes or self._find_shapes()
@@ -93,13 +92,13 @@ class ModulesDecoder:
         return output.logits[:, -1]
 
     def _find_shapes(self) -> list[LayerShape]:
-        """Return the shapes that one token leaves in the cache of each layer."""
+        """Find per-layer cache shapes by running one token."""
         prefix = self.prefill([[0]])
         pairs = zip(prefix.keys, prefix.values, strict=True)
         return [LayerShape(k.shape[2], k.shape[3], v.shape[3], k.dtype) for k, v in pairs]
 
     def _mask(self, rows: int, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the additive mask ``[R, 1, 1, width]`` in the form that the model takes."""
+        """Build an additive mask ``[R, 1, 1, width]`` in the format expected by the model."""
         full = cache.mask()
         if full is None:
             full = torch.zeros((rows, 1, 1, cache.width), dtype=cache.dtype, device=self.device)
@@ -113,12 +112,12 @@ class ModulesDecoder:
 
 
 class PlainRows:
-    """Rows of one length in one batch, with the model's own cache; ``logits [R, V]`` follow their last tokens.
+    """Rows of equal length in one batch with the model's cache; ``logits [R, V]`` follow the last tokens.
 
     Args:
-        tokens: the prompts, ``int64 [P, L]``.
-        prompt_of_row: for every row, the index of its prompt.
-        is_cached: keep the model's own cache; without it, every step reads all tokens.
+        tokens: prompts ``int64 [P, L]``.
+        prompt_of_row: prompt index per row.
+        is_cached: use the model's cache; otherwise every step rereads all tokens.
     """
 
     def __init__(
@@ -153,9 +152,9 @@ class PlainRows:
 
 
 class PlainSchedule:
-    """Rows completed at most ``num_slots`` at a time, those of one prompt length together; see ``Schedule``.
+    """Completes at most ``num_slots`` rows together, grouped by prompt length; see ``Schedule``.
 
-    A row whose ``finish`` the caller sets between two steps leaves the batch. No row can join.
+    If a caller sets ``finish`` between steps, the row leaves the batch. Rows cannot join.
     """
 
     num_free = 0
@@ -179,11 +178,11 @@ class PlainSchedule:
 
     @property
     def is_done(self) -> bool:
-        """True if every row has finished."""
+        """True once all rows have finished."""
         return self.batch is None and not self.waiting
 
     def step(self) -> None:
-        """Draw the next token of every row in the batch, or begin the next batch."""
+        """Draw one token per row in the batch, or start another batch."""
         if self.batch is None:
             self.waiting = [row for row in self.waiting if row.finish is None]
             if not self.waiting:
@@ -211,7 +210,7 @@ def _steps_of_batch(
     is_cached: bool,
     stop_texts: StopFinder | None,
 ) -> Iterator[None]:
-    """Complete the rows, a token of each between two yields."""
+    """Complete these rows, yielding after each token."""
     device = model.get_input_embeddings().weight.device
     order = list(dict.fromkeys(row.prompt for row in batch))
     tokens = torch.tensor([list(prompts[prompt]) for prompt in order], device=device)
@@ -258,7 +257,7 @@ def _steps_of_batch(
 
 
 def _seen(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], like: Tensor) -> Tensor:
-    """``bool [R, V]``: the tokens that each row has, its prompt's too."""
+    """Mark tokens present in each row, including its prompt: ``bool [R, V]``."""
     seen = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
     for r, row in enumerate(rows):
         seen[r, torch.tensor([*prompts[row.prompt], *row.ids], device=like.device)] = True
@@ -266,7 +265,7 @@ def _seen(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], like: 
 
 
 def decode_plainly(model: PreTrainedModel, rows: list[list[int]], steps: int, *, is_cached: bool) -> list[Tensor]:
-    """Return what the model computes row by row, after another row that leaves before the last step (see ``probe``)."""
+    """Decode each row with the model, batched with a decoy that leaves before the last step (see ``probe``)."""
     device = model.get_input_embeddings().weight.device
     logprobs = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""Inverse-CDF sampling: one uniform number per row and token, nothing else decides.
+"""Inverse-CDF sampling, determined by one uniform number per row and token.
 
-The cumulative distribution is summed in 64-bit integers (probabilities in units of 2^-40), so it is monotone and the
-same on every device; a token of probability zero (truncated, or below 2^-40) is never drawn.
+Cumulative sums use 64-bit integers (probabilities in units of 2^-40), so they are monotone and identical on all
+devices. Tokens with zero probability (truncated, or below 2^-40) are never drawn.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
     """Draw one token per row.
 
     Args:
-        logits: ``[R, V]`` of any floating dtype.
-        uniforms: ``float64 [R, 1]`` in [0, 1), on the CPU where the logits' device has no float64; None when greedy.
+        logits: ``[R, V]``, any floating dtype.
+        uniforms: ``float64 [R, 1]`` in [0, 1), on CPU if the logits' device lacks float64; None for greedy.
         sampling: temperature and truncation.
 
     Returns:
-        ids ``int64 [R]`` and the probability ``float32 [R]`` (float64 where the logits are) of each in the full
-        distribution at the sampling temperature (1 when greedy).
+        ids ``int64 [R]`` and probabilities ``float32 [R]`` (float64 for float64 logits) under the full distribution at
+        the sampling temperature (1 for greedy).
     """
     logits, size = _scaled(logits, sampling)
     probabilities = logits.softmax(-1)
@@ -46,7 +46,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
 
 
 def _scaled(logits: Tensor, sampling: Sampling) -> tuple[Tensor, int]:
-    """Return logits at the temperature in fp32 or float64, and the number of ids that may be drawn."""
+    """Scale logits by temperature in fp32 or float64, and count eligible ids."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
@@ -55,19 +55,18 @@ def _scaled(logits: Tensor, sampling: Sampling) -> tuple[Tensor, int]:
 
 
 def largest_set(sampling: Sampling, size: int) -> int:
-    """Return the most tokens of a set that truncation keeps, of ``size`` that may be drawn."""
+    """Maximum size of a kept set, given ``size`` eligible ids."""
     if sampling.num_tokens is not None:
         size = min(size, sampling.num_tokens)
     return min(sampling.top_k or MOST_KEPT, MOST_KEPT, size)
 
 
 def draw_kept(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row from the set that truncation keeps, and return the set; ``draw`` has the arguments.
+    """Draw one token per row from the kept set, and return this set. Arguments match ``draw``.
 
     Returns:
-        ids ``int64 [R]``, the probability ``[R]`` of each in its set, and the sets ``int32 [R, 1 + K]``: K is the
-        largest that a set may be; the first column is 1 where only the bound ``MOST_KEPT`` made it so small, then
-        come the ids in ascending order, filled up with -1.
+        ids ``int64 [R]``, probabilities ``[R]`` within the set, and sets ``int32 [R, 1 + K]``, where K is the maximum
+        set size. Column 0 is 1 if only ``MOST_KEPT`` limited the set; ids follow in ascending order, padded with -1.
     """
     logits, size = _scaled(logits, sampling)
     logits = logits[:, :size]
@@ -80,7 +79,7 @@ def draw_kept(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Ten
     is_kept[:, 0] = True
     values = values.masked_fill(~is_kept, -torch.inf)
     is_cut = torch.zeros_like(lowest, dtype=torch.bool)
-    if sampling.top_k is None and most < size:  # the nucleus is of the whole distribution, of which this is a part
+    if sampling.top_k is None and most < size:  # top-p needs the full distribution, and ``values`` is only part of it
         wide = with_float64(logits.masked_fill(logits < lowest, -torch.inf)).double()
         shares = (with_float64(values).double() - wide.logsumexp(-1, keepdim=True)).exp()
         is_cut = (logits >= lowest).sum(-1, keepdim=True) > most
@@ -100,7 +99,7 @@ def draw_kept(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Ten
 
 
 class DrawnSets:
-    """The sets of several steps, ``int32 [S, R, 1 + K]`` of ``draw_kept``, ready to be appended to rows."""
+    """Kept sets for several steps, converted from ``draw_kept`` output ``int32 [S, R, 1 + K]``."""
 
     def __init__(self, sets: Tensor) -> None:
         members = sets[..., 1:].cpu()
@@ -112,7 +111,7 @@ class DrawnSets:
         self.cut: list[int] = sets[..., 0].flatten().tolist()
 
     def append_to(self, row: Conversation, step: int, place: int) -> None:
-        """Append the set of one step of the row in this place."""
+        """Append one step's set for the row at ``place``."""
         at = step * self.num_rows + place
         row.kept_ids += self.ids[self.starts[at] : self.starts[at + 1]]
         row.kept_counts.append(self.counts[at])
@@ -120,16 +119,16 @@ class DrawnSets:
 
 
 def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first column ``int64 [R, 1]`` whose cumulative sum exceeds the share ``uniforms [R, 1]`` of the total.
+    """Find the first column ``int64 [R, 1]`` whose cumulative sum exceeds fraction ``uniforms [R, 1]`` of the total.
 
-    Of a large vocabulary, ``units int64 [R, V]``, blocks are summed first, and one block is summed up column by column:
-    the same sums, for integers have no order, and a seventh of the memory traffic of all cumulative sums.
+    For large vocabularies, ``units int64 [R, V]`` is summed by block, and only one block is summed by column. Integer
+    sums do not depend on order, so the result is identical, with one seventh of the memory traffic.
     """
     rows, size = units.shape
     if size < LEAST_COLUMNS_IN_BLOCKS:
         cumulative = units.cumsum(-1)
         threshold = (uniforms * cumulative[:, -1:].to(uniforms.device)).long().to(units.device)
-        # The clamp matters only for a model whose logits are NaN; the caller reports that.
+        # Only needed for NaN logits, which the caller reports.
         return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=size - 1)
     blocks = F.pad(units, (0, -size % BLOCK)).view(rows, -1, BLOCK) if size % BLOCK else units.view(rows, -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1)
@@ -142,11 +141,11 @@ def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def truncate(probabilities: Tensor, top_k: int | None, top_p: float, min_p: float = 0.0) -> Tensor:
-    """Set ``probabilities [R, V]`` to 0 outside the ``top_k`` most probable and the nucleus (Holtzman et al. 2020).
+    """Zero ``probabilities [R, V]`` outside the ``top_k`` most likely and the nucleus (Holtzman et al. 2020).
 
-    Before, those below ``min_p`` times the largest are set to 0 (Nguyen et al. 2024, eq. 2). The nucleus: the smallest
-    set of most probable tokens, at least one, whose mass reaches ``top_p`` of what was kept so far. Ties are broken by
-    the smaller id. The result is not renormalized.
+    First, entries below ``min_p`` times the maximum are zeroed (Nguyen et al. 2024, eq. 2). The nucleus is the
+    smallest set of most likely tokens, at least one, whose mass reaches ``top_p`` of the remaining mass. Ties prefer
+    smaller ids. The result is not renormalized.
     """
     size = probabilities.shape[-1]
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)

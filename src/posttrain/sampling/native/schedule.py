@@ -1,13 +1,12 @@
-"""Continuous batching: rows join and leave the batch at any step of one generation.
+"""Continuous batching: rows join and leave at any step of a generation.
 
-A row enters with its prompt's keys and values (computed once per prompt, all but the last token), feeds the last prompt
-token first and then whatever it drew. The rows in flight are always the first slots. On a GPU the host reads the drawn
-tokens only every few steps; tokens past the end of a row are discarded.
+A row enters with its prompt's keys and values, computed once per prompt for all except the last token. It is then fed
+this last token, followed by sampled ones. Active rows occupy the first slots. On GPU the host reads sampled tokens
+only every few steps, and discards tokens after a row's end.
 
-Where a respondent answers turns, a row that has ended its turn keeps its slot, and what was read and written stays in
-the cache. The reply is fed through the ordinary decode steps, each of its ids in place of a drawn one. The host then
-looks at every step, so no row goes on past the end of its turn. The batch waits for the replies, so that the result is
-a function of the keys and the replies alone.
+With a respondent, rows keep their slots and cache after a turn. Replies are fed through ordinary decode steps by
+forcing ids. The host then checks every step, so rows never continue past their turn. The batch waits for replies, so
+results depend only on keys and replies.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from posttrain.sampling.stop_texts import StopFinder
 from posttrain.types import Finish, with_float64
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
-FIRST_COLUMNS = 256  # new tokens that the cache has room for before it first grows
+FIRST_COLUMNS = 256  # initial room for new tokens
 STEPS_BETWEEN_LOOKS = 8  # on a GPU, where reading a token waits for the device
 LONGEST_BURST = 512
-ROWS_WORTH_SHARING = 2  # rows per prompt from which one common copy of its keys and values pays
-# Finished rows are dropped, and free slots filled, once they are this share of the batch.
+ROWS_WORTH_SHARING = 2  # minimum rows per prompt for sharing its keys and values
+# Drop finished rows and fill free slots once they exceed this fraction of the batch.
 IDLE_SHARE = 1 / 16
 
 
 class DrawnSteps:
-    """The draws of several steps, on the host: ids and log-probabilities by step and row, and sets where they are kept.
+    """Draws from several steps on the host: ids and log-probabilities by step and row, optionally with kept sets.
 
     Args:
-        ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` of ``draw_kept``, or None.
+        ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` from ``draw_kept``, or None.
     """
 
     def __init__(self, ids: Tensor, probabilities: Tensor, sets: Tensor | None) -> None:
@@ -60,14 +59,14 @@ class Schedule:
     """One generation over one decoder.
 
     Args:
-        prompts: token ids, none empty.
-        rows: the completions to sample, those of one prompt side by side.
-        num_slots: rows in flight at most.
-        respondent: answers what ends with a stop id, with ids below ``vocab_size``. None: completions of one turn.
-        limit: the largest number of tokens of a row that may join later; None if none will.
-        stop_texts: of ``sampling.stop``.
+        prompts: nonempty token id sequences.
+        rows: completions to sample, grouped by prompt.
+        num_slots: maximum rows in flight.
+        respondent: replies to turns with ids below ``vocab_size``. None for single-turn completions.
+        limit: maximum tokens of rows that join later; None if none can join.
+        stop_texts: finder for ``sampling.stop``.
 
-    A row whose ``finish`` the caller sets between two steps leaves the batch, or never enters it.
+    If a caller sets ``finish`` between steps, the row leaves the batch or never enters it.
     """
 
     def __init__(
@@ -92,27 +91,27 @@ class Schedule:
         self.num_slots = num_slots
         self.longest_burst = LONGEST_BURST
         self.batch: list[Conversation] = []
-        self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
+        self.cut: list[Conversation] = []  # rows without room; their last reply is not fed
         self.recorded: RecordedSteps | None = None
-        self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
+        self.kept: tuple[int, Prefix] | None = None  # a prompt with rows still waiting
         self.limit = limit
         device = decoder.device
-        # Per slot: how many tokens it may still be fed, and how many ids of a reply are among them; ...
+        # Per slot: tokens left to feed, and reply ids left among them; ...
         self.remaining, self.unsaid = np.zeros((2, num_slots), dtype=np.int64)
-        # ... the token to feed next; its position, and the number of tokens drawn; ...
+        # ... next token, its position, and number of draws; ...
         self.tokens = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.counters = torch.zeros((2, num_slots), dtype=torch.long, device=device)
         self.per_slot: list[Any] = [self.remaining, self.unsaid, self.tokens, self.counters.T]
-        self.draws: Tensor | None = None  # ... the uniform number of each step; ...
+        self.draws: Tensor | None = None  # ... uniform number per step; ...
         if sampling.temperature > 0:
             self.draws = with_float64(torch.zeros((num_slots, limit), device=device)).double()
             self.per_slot.append(self.draws)
-        self.forced_ids: Tensor | None = None  # ... the id at each step of its turn (-1: the drawn one).
+        self.forced_ids: Tensor | None = None  # ... forced id per step of the turn (-1: use the draw).
         if respondent is not None:
             self.forced_ids = torch.full((num_slots, limit), -1, dtype=torch.long, device=device)
             self.per_slot.append(self.forced_ids)
         self.rules = sampling.rules
-        # The ids of a reply that come before the model's own in its turn; the tokens of each row so far.
+        # Reply ids at the start of a turn; tokens seen so far.
         self.num_said = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.per_slot.append(self.num_said)
         self.seen: Tensor | None = None
@@ -120,7 +119,7 @@ class Schedule:
             assert vocab_size is not None, "a penalty is of the tokens of a vocabulary"
             self.seen = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
             self.per_slot.append(self.seen)
-        self.ends: Tensor | None = None  # the ids that ``min_tokens`` bars
+        self.ends: Tensor | None = None  # ids barred by ``min_tokens``
         if self.rules is not None and self.rules.barred_ids:
             assert vocab_size is not None, "stop ids are of a vocabulary"
             self.ends = ids_as_mask(self.rules.barred_ids, vocab_size, device)
@@ -130,10 +129,10 @@ class Schedule:
         self.cache = SlotCache(decoder, num_slots, size, shared)
 
     def run(self) -> None:
-        """Fill every row's ``ids``, ``logprobs`` and ``finish``.
+        """Fill ``ids``, ``logprobs`` and ``finish`` for all rows.
 
         Raises:
-            UsageError: a reply has an id outside the vocabulary; and whatever the respondent raises.
+            UsageError: a reply contains unknown ids. Respondent errors also propagate.
         """
         while not self.is_done:
             self.step()
@@ -143,23 +142,23 @@ class Schedule:
 
     @property
     def is_done(self) -> bool:
-        """True if every row has finished."""
+        """True once all rows have finished."""
         return not self.waiting and not self.batch
 
     @property
     def num_free(self) -> int:
-        """The number of rows that can join without waiting for a slot."""
+        """Number of rows that can join without waiting for a slot."""
         return self.num_slots - len(self.batch) - len(self.waiting)
 
     def step(self) -> None:
-        """Drop finished rows, admit waiting ones, and draw the next tokens of those in the batch."""
+        """Drop finished rows, admit waiting ones, and sample the batch."""
         self._drop_finished()
         self._admit()
         if self.batch:
             self._collect(self._step(self._burst()))
 
     def join(self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> None:
-        """Add rows that continue ``prompts``; each row's ``prompt`` becomes the prompt's number in this schedule."""
+        """Add rows for additional ``prompts``, renumbering each row's ``prompt``."""
         assert all(row.limit <= self.limit for row in rows), "the random numbers of a slot end there"
         first = len(self.prompts)
         self.prompts += prompts
@@ -168,7 +167,7 @@ class Schedule:
         self.waiting += rows
 
     def _burst(self) -> int:
-        """Return the steps until the host must look: a row at its limit, or perhaps at a stop token."""
+        """Count steps until the host must check for a length limit or a possible stop token."""
         nearest = int(self.remaining[: len(self.batch)].min())
         if self.respondent is not None:
             return 1
@@ -196,9 +195,10 @@ class Schedule:
         return DrawnSteps(torch.stack(ids), torch.stack(probabilities), torch.stack(sets) if sets else None)
 
     def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the next token of the first R slots, its probability and, if sets are kept, its set (``draw_kept``).
+        """Draw the next token for the first R slots. Returns ids, probabilities, and kept sets if enabled
+        (``draw_kept``).
 
-        ``drawn [R]`` tokens were drawn before.
+        ``drawn [R]``: number of earlier draws.
         """
         rows, uniform, forced_ids = len(drawn), None, self.forced_ids
         if self.draws is not None:
@@ -247,7 +247,7 @@ class Schedule:
             self._reply(r)
 
     def _append(self, r: int, drawn: DrawnSteps) -> Finish | None:
-        """Append the tokens of the row in slot ``r``, up to its end; return how it ended."""
+        """Append drawn tokens for slot ``r`` until its end, and return the finish reason if any."""
         row, stop_ids = self.batch[r], self.sampling.stop_ids
         for step, (step_ids, step_logprobs) in enumerate(zip(drawn.ids, drawn.logprobs, strict=True)):
             row.ids.append(step_ids[r])
@@ -259,7 +259,7 @@ class Schedule:
         return "length" if self.remaining[r] <= 0 else None
 
     def _reply(self, r: int) -> None:
-        """Feed the reply to the row in slot ``r``, which then goes on or is at its end."""
+        """Feed a reply to slot ``r``, which then continues or finishes."""
         assert self.respondent is not None, "it was asked"
         assert self.forced_ids is not None, "it was asked"
         row = self.batch[r]
@@ -284,7 +284,7 @@ class Schedule:
             self.draws[r, count : count + room] = torch.from_numpy(numbers)
 
     def _drop_finished(self) -> None:
-        """Fill the places of finished rows with the batch's last rows, once it is worth it."""
+        """Move the batch's last rows into finished slots, once enough have finished."""
         rows = len(self.batch)
         finished = [r for r in range(rows) if self.batch[r].finish is not None]
         # A finished row that stays goes on drawing, so none may stay past its limit.
@@ -304,7 +304,7 @@ class Schedule:
         self.cache.refresh(alive)
 
     def _admit(self) -> None:
-        """Move waiting rows into free slots; prompts that are new are prefilled."""
+        """Move waiting rows into free slots, prefilling new prompts."""
         if any(row.finish is not None for row in self.waiting):
             self.waiting = deque(row for row in self.waiting if row.finish is None)
             if self.kept is not None and not self._is_waiting(self.kept[0]):
@@ -332,15 +332,15 @@ class Schedule:
         return bool(self.waiting) and self.waiting[0].prompt == prompt
 
     def _prefill(self, order: Sequence[int]) -> Prefix:
-        """Compute the prompts without their last tokens, which are fed in the first decode step."""
+        """Compute prompts without their last tokens, which are fed in the first decode step."""
         bodies = [self.prompts[prompt][:-1] for prompt in order]
-        prefix = self.decoder.prefill([body or [0] for body in bodies])  # a prompt of one token has no body
+        prefix = self.decoder.prefill([body or [0] for body in bodies])  # single-token prompts have an empty body
         return Prefix(prefix.keys, prefix.values, [len(body) for body in bodies])
 
     def _chunks(self, rows: list[Conversation]) -> list[list[Conversation]]:
-        """Cut ``rows`` between prompts so that one prefill pads to at most PREFILL_TOKENS."""
+        """Split ``rows`` between prompts so that each prefill pads to at most PREFILL_TOKENS."""
         chunks: list[list[Conversation]] = []
-        longest = count = 0  # of the last chunk's prompts
+        longest = count = 0  # for the last chunk
         for prompt, group in groupby(rows, lambda row: row.prompt):
             length = len(self.prompts[prompt])
             if not chunks or max(longest, length) * (count + 1) > PREFILL_TOKENS:
@@ -351,7 +351,7 @@ class Schedule:
         return chunks
 
     def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
-        """Put ``rows`` into the slots after the batch."""
+        """Assign ``rows`` to slots after the batch."""
         if not rows:
             return
         slots = slice(len(self.batch), len(self.batch) + len(rows))
@@ -375,17 +375,17 @@ class Schedule:
             self.forced_ids[slots] = -1
 
     def _seat(self, slots: slice | list[int], tokens: list[int], positions: list[int]) -> None:
-        """Go on in these slots from ``tokens``, which are fed next, with the first uniform number of their keys."""
+        """Continue these slots from ``tokens``, restarting their uniform numbers."""
         device = self.decoder.device
         self.tokens[slots] = torch.tensor(tokens, device=device)
         self.counters[:, slots] = torch.tensor([positions, [0] * len(tokens)], device=device)
 
 
 def check_finite(row: Conversation) -> None:
-    """Refuse the completion of a model whose weights have diverged.
+    """Refuse completions from diverged weights.
 
     Raises:
-        RunFailure: the model gave log-probabilities that are not finite.
+        RunFailure: non-finite log-probabilities.
     """
     if not all(map(math.isfinite, row.logprobs)):
         raise RunFailure(

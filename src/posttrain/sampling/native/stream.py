@@ -1,4 +1,4 @@
-"""One completion token by token, for someone who waits at the screen."""
+"""Token-by-token streaming of one completion for interactive use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from posttrain.types import Finish
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """A token with its log-probability at the sampling temperature (1 when greedy), before truncation.
+    """A sampled token and its log-probability at the sampling temperature (1 for greedy), before truncation.
 
-    ``is_last``: it is a stop token, or there is no room for another. ``finish`` counts for the last token only.
+    ``is_last``: a stop token, or the length limit. ``finish`` is valid only for the last token.
     """
 
     id: int
@@ -31,14 +31,14 @@ class StreamedToken:
 def stream(
     model: PreTrainedModel, prompt: Sequence[int], key: int, sampling: Sampling
 ) -> Generator[StreamedToken, None, None]:
-    """Draw one completion of ``prompt``: the tokens that the native engine draws for the same key.
+    """Stream one completion of ``prompt``, drawing identical tokens to the native engine with this key.
 
-    Closing the iterator ends the work.
+    Closing the iterator stops sampling.
 
     Raises:
-        UsageError: an empty prompt, one that leaves no room in the model's context, or sampling options out of range.
-        RunFailure: the model's logits are not finite.
-        EngineMismatch: the model returns no cache.
+        UsageError: empty prompt, no room left in the context, or sampling options out of range.
+        RunFailure: non-finite logits.
+        EngineMismatch: no cache returned by the model.
     """
     context = sampling.within(context_length(model.config))
     check_sampling(sampling)
@@ -49,7 +49,7 @@ def stream(
 
 def _steps(model: PreTrainedModel, schedule: PlainSchedule, row: Conversation) -> Generator[StreamedToken, None, None]:
     while row.finish is None:
-        with sampling_mode(model):  # entered anew for each token: in between, the model belongs to others
+        with sampling_mode(model):  # entered per token, because others may use the model in between
             schedule.step()
         check_finite(row)
         yield StreamedToken(row.ids[-1], row.logprobs[-1], row.finish is not None, row.finish or "length")

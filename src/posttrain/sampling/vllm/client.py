@@ -1,9 +1,8 @@
-"""The client of a running vLLM server: token ids go out over HTTP, token ids and log-probabilities come back.
+"""Client for a running vLLM server, exchanging token ids and log-probabilities over HTTP.
 
-The server is another process, often on another device or machine; the package ``vllm`` is not imported here. Two
-endpoints of its OpenAI-compatible HTTP interface are used: ``/v1/models`` and ``/v1/completions``, which gives token
-ids back (``return_token_ids``, vLLM 0.10.2 and later). The sets that truncation kept come from
-``/inference/v1/generate`` (``sampling_mask``, vLLM 0.32).
+The server is a separate process, often on another device or machine; ``vllm`` is not imported. It uses two
+OpenAI-compatible endpoints: ``/v1/models`` and ``/v1/completions`` with ``return_token_ids`` (vLLM 0.10.2 and later).
+Kept sets require ``/inference/v1/generate`` with ``sampling_mask`` (vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from posttrain.untrusted import describe_fault
 Result = TypeVar("Result")
 KEY_VARIABLE = "VLLM_API_KEY"
 MODE_TOKENS = 8
-# vLLM raises smaller temperatures to this one, and refuses larger ones than 2.
+# vLLM raises smaller temperatures to this value, and refuses any above 2.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 LOWEST_BIAS = -100.0  # that vLLM takes
@@ -61,13 +60,12 @@ class VllmEngine(Engine):
     """See ``vllm``.
 
     Args:
-        url: None for a server that is started later.
-        tokenizer: its number of ids is the limit of those that may be drawn; None: the server's.
-        vocab_size: ids of the model; None: not known.
-        wanted: names under which the server may have the model, best first; none: its only one.
-        where: the key of the engine in the recipe, for messages.
-        sampling_mask: the server returns the sets that truncation kept; it takes no greedy request, and none without
-            ``top_k``.
+        url: None for a server started later.
+        tokenizer: its size limits sampled ids; None for the server's.
+        vocab_size: model ids; None if unknown.
+        wanted: acceptable served model names, best first; empty accepts the only one.
+        where: recipe key for messages.
+        sampling_mask: the server returns kept sets. It then refuses greedy requests, and requests without ``top_k``.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class VllmEngine(Engine):
     def _reach(self, url: str | None) -> None:
         """Use the server at this address from now on."""
         self.served: ServedModel | None = None
-        self._is_processed = False  # its log-probabilities are at the sampling temperature
+        self._is_processed = False  # log-probabilities use the sampling temperature
         self._server: HttpServer | None = None
         if url is not None:
             key = key_for(url, f"{self.where}.url", KEY_VARIABLE)
@@ -114,20 +112,20 @@ class VllmEngine(Engine):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of prompt and completion together at the server.
+        """The server's limit for prompt plus completion tokens.
 
         Raises:
-            UsageError: no server answers there, or not with the model that is wanted.
+            UsageError: no response, or the wanted model is not served.
         """
         return self.server.session(self._connect).context or UNLIMITED_CONTEXT
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """See ``Engine.generate``. Every completion is a request of its own.
+        """See ``Engine.generate``. Each completion is a separate request.
 
         Raises:
-            UsageError: no server, another model than wanted, prompts or sampling options that it cannot serve, or
-                log-probabilities that its ``--logprobs-mode`` cannot give.
-            RunFailure: a request failed for good; the server died, was replaced or gives unusable answers.
+            UsageError: server unavailable, wrong model, unsupported prompts or options, or log-probabilities
+                unavailable in its ``--logprobs-mode``.
+            RunFailure: a request failed permanently, or the server died, was replaced or sent unusable responses.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
         check_sampling(sampling)
@@ -179,7 +177,7 @@ class VllmEngine(Engine):
         return VllmRequest(model, prompt, limit, sampling, seed, logprobs, unused, most)
 
     def _unused(self) -> range:
-        """Return the model's ids without a text in the tokenizer: embeddings are often padded."""
+        """List model ids without tokenizer text; embeddings are often padded."""
         if self.num_tokens is None or self.vocab_size is None or self.num_tokens >= self.vocab_size:
             return range(0)
         self._say(
@@ -217,9 +215,9 @@ class VllmEngine(Engine):
         return served
 
     async def _gives_logprobs(self, served: ServedModel, prompt: Sequence[int], sampling: Sampling) -> bool:
-        """Return False for truncated sampling; refuse it in training, and a server that ignores the temperature."""
+        """Return False for truncated sampling. Refuses it in training, and servers that ignore temperature."""
         base = self.server.base
-        if sampling.temperature == 0:  # a server with masks answers it as a draw from one token
+        if sampling.temperature == 0:  # with masks, it is sent as a draw from one token
             return not self.sampling_mask
         if sampling.is_truncated and not sampling.keeps_sets:
             if self.where != "rollout.engine":
@@ -231,8 +229,8 @@ class VllmEngine(Engine):
             )
         is_changed = sampling.temperature != 1 or sampling.rules is not None or sampling.keeps_sets
         if is_changed and not self._is_processed:
-            # With one token to draw from, processed log-probabilities are 0. Hardly any model is certain of these
-            # tokens after a single id.
+            # With a single token to draw from, processed log-probabilities are 0. Models are hardly ever this certain
+            # after one id.
             limit = min(MODE_TOKENS, (served.context or UNLIMITED_CONTEXT) - 1)
             only_one = Sampling(limit, temperature=1.0, top_k=1)
             request = self._request(served.name, (int(prompt[-1]),), limit, only_one, seed=0)
@@ -276,7 +274,7 @@ def _explain(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """An entry of ``/v1/models``: its name, the folder or hub name, and its context in tokens (None: not known)."""
+    """Entry in ``/v1/models``: name, folder or hub name, and context in tokens (None if unknown)."""
 
     name: str
     root: str
@@ -285,9 +283,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn.
+    """Request body for one completion with at most ``limit`` tokens. Ids in ``unused`` are never drawn.
 
-    ``most``: of a server that returns masks, the ids of its model; every request must then name a ``top_k``.
+    ``most``: vocabulary size for servers with masks, where each request must set ``top_k``.
     """
 
     model: str
@@ -300,7 +298,7 @@ class VllmRequest:
     most: int | None = None
 
     def tokens_body(self) -> dict[str, Any]:
-        """Return the JSON of ``POST /inference/v1/generate``, which has the options of ``body``."""
+        """Convert ``body`` for ``POST /inference/v1/generate``."""
         options = self.body()
         for key in ("model", "prompt", "return_token_ids", "return_tokens_as_token_ids"):
             options.pop(key, None)
@@ -308,10 +306,10 @@ class VllmRequest:
         return named | {"sampling_params": options}
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of ``POST /v1/completions``.
+        """Build JSON for ``POST /v1/completions``.
 
-        It has every option that a model's ``generation_config.json`` could set on the server, so that none comes from
-        there. Only ``stop_ids`` end a completion, not the server's own end token.
+        Sets every option that a model's ``generation_config.json`` could override on the server. Only ``stop_ids``
+        end a completion; the server's end-of-sequence token is ignored.
         """
         temperature = self.sampling.temperature
         top_p = 1.0
@@ -377,7 +375,7 @@ class _Logprobs(BaseModel, strict=True):
 class _Choice(BaseModel, strict=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    token_ids: list[NonNegativeInt]  # empty where the server gave a request up
+    token_ids: list[NonNegativeInt]  # empty after an abort
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
 
@@ -409,10 +407,10 @@ class _Completions(BaseModel):
 
 
 def read_models(answer: object) -> list[ServedModel]:
-    """Return the models of ``/v1/models``; an adapter has the context of the model under it.
+    """Parse ``/v1/models``. Adapters inherit their parent model's context.
 
     Raises:
-        Unreadable: not such an answer.
+        Unreadable: invalid response.
     """
     try:
         cards = _Models.model_validate(answer).data
@@ -427,10 +425,10 @@ def read_models(answer: object) -> list[ServedModel]:
 
 
 def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: str = "engine") -> ServedModel:
-    """Return the first of ``wanted`` that is served; if none is named, the only one that there is.
+    """Select the first served model in ``wanted``, or the only served model if nothing is wanted.
 
     Raises:
-        UsageError: none of them is served, or several are and none was named.
+        UsageError: no match, or several models without a choice.
     """
     by_name = {model.name: model for model in models}
     there = ", ".join(map(repr, by_name)) or "nothing"
@@ -449,14 +447,14 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: st
 
 
 def read_completion(answer: object, request: VllmRequest, vocab_size: int | None) -> Completion:
-    """Return the completion of an answer of ``/v1/completions``, compared with the request.
+    """Parse a ``/v1/completions`` response and validate it against its request.
 
-    Without log-probabilities in the request they are NaN, one per id.
+    If log-probabilities were not requested, they are NaN for each id.
 
     Raises:
-        ValidationError: not such an answer.
-        Unreadable: ids or log-probabilities are missing, or do not fit the request.
-        Interrupted: the server gave the request up.
+        ValidationError: invalid response.
+        Unreadable: missing or inconsistent ids or log-probabilities.
+        Interrupted: aborted by the server.
     """
     (choice,) = _Completions.model_validate(answer).choices
     ids, ended = _read_ids(choice, choice.prompt_token_ids, request, vocab_size)
@@ -471,13 +469,13 @@ def read_completion(answer: object, request: VllmRequest, vocab_size: int | None
 
 
 def read_generated(answer: object, request: VllmRequest, vocab_size: int | None) -> Completion:
-    """Return the completion of an answer of ``/inference/v1/generate`` with its kept sets, compared with the request.
+    """Parse a ``/inference/v1/generate`` response with kept sets, and validate it against its request.
 
     Raises:
-        ValidationError: not such an answer.
-        UsageError: the server returns no sets.
-        Unreadable: ids, log-probabilities or sets are missing, or do not fit one another.
-        Interrupted: the server gave the request up.
+        ValidationError: invalid response.
+        UsageError: no sets returned.
+        Unreadable: missing or inconsistent ids, log-probabilities or sets.
+        Interrupted: aborted by the server.
     """
     read = _Generated.model_validate(answer)
     (choice,) = read.choices
@@ -502,7 +500,7 @@ def read_generated(answer: object, request: VllmRequest, vocab_size: int | None)
 def _read_ids(
     choice: _Choice | _TokensChoice, read: Sequence[int] | None, request: VllmRequest, vocab_size: int | None
 ) -> tuple[tuple[int, ...], Finish]:
-    """Return the ids of an answer, and how it ended; ``read``: the prompt as the server read it."""
+    """Validate ids and finish reason. ``read``: prompt ids echoed by the server."""
     if choice.finish_reason not in ("stop", "length"):
         raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
     ids = tuple(choice.token_ids)
@@ -527,10 +525,10 @@ def _read_ids(
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse ids that the model does not have.
+    """Refuse unknown ids.
 
     Raises:
-        Unreadable: naming the first.
+        Unreadable: names the first one.
     """
     outside = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
     if outside:

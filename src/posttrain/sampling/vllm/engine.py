@@ -1,4 +1,4 @@
-"""The engine ``vllm``: a vLLM server is asked in an evaluation, and follows the weights in training."""
+"""Engine ``vllm``: samples from a fixed server in evaluations, and from synchronized weights in training."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def vllm(
     enforce_eager: bool = False,
     sampling_mask: bool = False,
 ) -> Engine:
-    """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
+    """Sample from a vLLM server, either with fixed weights (evaluation) or synchronized weights (training).
 
-    In an evaluation the server keeps the weights that it was started with (``posttrain serve-command``); one of others
-    is refused. With ``top_k``, ``top_p`` or ``min_p`` it has no log-probabilities (NaN); training with them needs
+    In evaluations, the server keeps its initial weights (``posttrain serve-command``), and other weights are refused.
+    With ``top_k``, ``top_p`` or ``min_p``, log-probabilities are unavailable (NaN); training then requires
     ``sampling_mask``.
 
-    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else
-    by a folder in the memory of this machine. Then both sides score a fixed batch, which ends the run if they
-    differ. A server that the run starts has the Python of the environment variable POSTTRAIN_VLLM; on the trainer's
-    own GPU it sleeps while the trainer computes. A server's key comes from VLLM_API_KEY. Random numbers follow from
-    the completion's key; tokens differ from the native engine's, and rounding by the batch may change one.
+    In training, changed weights are sent over NCCL to a server on separate GPUs, else through a folder in shared
+    memory. Both sides then score a fixed batch, and training stops if they differ. A server started by the run uses
+    the Python in POSTTRAIN_VLLM; if it shares the trainer's GPU, it sleeps during training steps. VLLM_API_KEY
+    provides the server's key. Random numbers derive from completion keys. Tokens differ from the native engine, and
+    batch-dependent rounding may change one.
 
     Args:
-        url: address of a server; without it the run starts one.
-        checkpoint: the model that the server must have; an evaluation fills it in.
-        served_name: a model of the server by its name there, instead.
-        timeout_seconds: time limit of one attempt at a request.
-        concurrency: requests that are under way at a time.
-        retries: how often a request that fails is repeated.
-        tolerance: largest difference of the log-probabilities of both sides in nats (0.001, in bf16 0.2).
-        gpus: GPUs of the server that is started (tensor parallel).
-        gpu_memory_utilization: share of their memory; on the trainer's own GPU 0.3 by default.
-        dtype: type of the server's weights.
-        max_model_len: longest prompt and answer together.
-        enforce_eager: compile nothing.
-        sampling_mask: the server returns the kept tokens of each draw (vLLM 0.32, --return-sampling-mask and
-            --enable-scale-out), so that training may truncate. Greedy answers have no log-probabilities then.
+        url: server address; if omitted, a run starts a server.
+        checkpoint: model that the server must have; set automatically in evaluations.
+        served_name: select a served model by name instead.
+        timeout_seconds: timeout per attempt.
+        concurrency: maximum concurrent requests.
+        retries: retries per failed request.
+        tolerance: maximum log-probability difference in nats (0.001, in bf16 0.2).
+        gpus: GPUs for a started server (tensor parallel).
+        gpu_memory_utilization: GPU memory fraction; defaults to 0.3 on the trainer's GPU.
+        dtype: server weight dtype.
+        max_model_len: maximum tokens for prompt plus answer.
+        enforce_eager: disable compilation.
+        sampling_mask: request kept tokens for each draw (vLLM 0.32, --return-sampling-mask and --enable-scale-out),
+            which allows truncation in training. Greedy answers then lack log-probabilities.
     """
     wanted = () if served_name is None else (served_name,)
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
@@ -76,7 +76,7 @@ def vllm(
 def _ask_server(
     url: str, tokenizer: object, checkpoint: str | None, wanted: tuple[str, ...], asking: dict[str, Any]
 ) -> Engine:
-    """Return an engine that asks a server whose weights stay as they are."""
+    """Build an engine for a server with fixed weights."""
     from posttrain.sampling.vllm.client import VllmEngine
 
     vocab_size = None

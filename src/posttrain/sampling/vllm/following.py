@@ -1,8 +1,8 @@
-"""A vLLM server whose weights follow a model in training: a user's, or the run's own.
+"""vLLM servers whose weights follow training, provided by users or started by a run.
 
-The server names its weights by the label of the last transfer. It is asked for it before and after every batch, so that
-a restarted server, or one with weights from elsewhere, is refused. After every transfer both sides score a fixed batch,
-which finds a tensor that did not arrive, a head that was packed before, or a cache of prompts that was kept.
+Each transfer labels the server's weights. The label is checked before and after every batch, which detects restarted
+servers and weights from other sources. After each transfer both sides score a fixed batch, which detects missing
+tensors, stale packed heads and stale prompt caches.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from posttrain.sampling.native.engine import sampling_mode
 from posttrain.sampling.vllm.client import ServedModel, VllmEngine, VllmRequest, check_vocabulary
 from posttrain.sampling.vllm.server import OwnServer, find_interpreter, free_port, server_command
 
-SERVED = "policy"  # the name of the model at the run's own server
-SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
+SERVED = "policy"  # served model name
+SHARED_GPU = 0.3  # fraction of the trainer's GPU used by an awake server
 MEMORY = Path("/dev/shm")
 PREFIX = "posttrain-vllm-"
 
 
 class TrainingVllmEngine(VllmEngine):
-    """See ``vllm``. The first ``sync`` starts the server where the run has its own (``url`` is None).
+    """See ``vllm``. If ``url`` is None, the first ``sync`` starts a server.
 
-    ``own``: options of ``server_command`` for it. Of several processes that train, the first controls the server, and
-    all ask it.
+    ``own``: ``server_command`` options for it. With several training processes, the first controls the server and all
+    of them send requests.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainingVllmEngine(VllmEngine):
             self.tolerance = HALF_TOLERANCE
         else:
             self.tolerance = TOLERANCE
-        self.version = -1  # the server has no weights yet
+        self.version = -1  # no weights sent yet
         self.label = ""
         self.is_asleep = False
         self._within: Within = lambda compute: compute()
@@ -96,7 +96,7 @@ class TrainingVllmEngine(VllmEngine):
     def settle(self, folder: Path | None, process_group: ProcessGroup) -> Engine:
         """See ``Engine.settle``."""
         if self.starts and process_group.is_main:
-            find_interpreter()  # missed before anything is trained
+            find_interpreter()  # fails before training starts
         return super().settle(folder, process_group)
 
     def take_parts(self, within: Within) -> None:
@@ -107,7 +107,7 @@ class TrainingVllmEngine(VllmEngine):
         """See ``Engine.sync``.
 
         Raises:
-            UsageError: no server at the address, or one of another model or tokenizer, or that takes no weights.
+            UsageError: server unavailable, wrong model or tokenizer, or weight transfer unsupported.
         """
         if version == self.version and not self.is_asleep:
             return
@@ -134,7 +134,7 @@ class TrainingVllmEngine(VllmEngine):
         self.is_asleep = False
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """See ``Engine.generate``; the server has the same weights before and after the batch."""
+        """See ``Engine.generate``. Checks that weights are unchanged before and after the batch."""
         if self.version < 0 or self.is_asleep:
             self.sync(max(self.version, 0))
         self._check_label()
@@ -143,15 +143,15 @@ class TrainingVllmEngine(VllmEngine):
         return [[replace(completion, version=self.version) for completion in group] for group in groups]
 
     def rest(self) -> None:
-        """See ``Engine.rest``: on the trainer's own GPU the server gives its memory back."""
+        """See ``Engine.rest``. On a shared GPU, the server releases its memory."""
         if self.sleeps and not self.is_asleep and self.version >= 0:
-            self.process_group.agree(False, "answers before the server sleeps")  # nobody asks any more
+            self.process_group.agree(False, "answers before the server sleeps")  # wait for pending requests
             if self.process_group.is_main:
                 control(self.server, "POST", "/sleep?level=2")
             self.is_asleep = True
 
     def close(self) -> None:
-        """End the server, where it is the run's own."""
+        """Stop the server if this run started it."""
         if self._process is not None:
             self._process.stop()
         if self._memory is not None:
@@ -164,11 +164,11 @@ class TrainingVllmEngine(VllmEngine):
         self.version = -1
 
     def make_group(self) -> NcclGroup:
-        """Return a group with all workers of the server."""
+        """Connect to all server workers."""
         return NcclGroup(self.server, self.server.timeout_seconds)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights for the server. One on a CPU has no tied head, which it would not pack anew."""
+        """Iterate over weights to send. CPU servers get an untied head, because they would not repack a tied one."""
         weights = checkpoint_weights(self.model)
         if self._unties:
             weights = untied(self.model, weights)
@@ -196,7 +196,7 @@ class TrainingVllmEngine(VllmEngine):
         return Path(self._memory.name)
 
     def _prepare(self) -> None:
-        """Bring the server to where it takes weights; one that reads files at its start is started later."""
+        """Prepare the server for weights. If it reads files at startup, it is started later."""
         if self._memory is None:
             place = None
             if MEMORY.is_dir():
@@ -213,13 +213,13 @@ class TrainingVllmEngine(VllmEngine):
             control(self.server, "POST", "/wake_up?tags=weights")
             return
         if self.version >= 0:
-            self.server.session(self._scores)  # fills a cache, which must not outlive the weights
+            self.server.session(self._scores)  # fills a cache, which must be invalidated
         control(self.server, "POST", "/pause?mode=abort")
 
     def _start(self) -> None:
-        """Start the run's own server, and wait for it.
+        """Start a server and wait for it.
 
-        A CPU's server reads no prompt in chunks, where vLLM 0.32 resets a seed or fails.
+        Disables chunked prefill on CPU, where vLLM 0.32 resets seeds or fails.
         """
         on_cpu = self.device.type == "cpu" and not self.own.get("gpus")
         switches = []
@@ -247,9 +247,9 @@ class TrainingVllmEngine(VllmEngine):
         self.server.session(self._connect)
 
     def _send_weights(self, label: str) -> None:
-        """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
+        """Replace the server's weights and resume it. Every process contributes its shard."""
         if not self.process_group.is_main:
-            for _ in self.weights():  # gathered together, and kept by none but the main process
+            for _ in self.weights():  # gathered collectively, used only by the main process
                 pass
             return
         try:
@@ -279,7 +279,7 @@ class TrainingVllmEngine(VllmEngine):
                 file.unlink()
 
     async def _scores(self) -> list[ServerScores]:
-        """Return the server's log-probabilities of a fixed batch."""
+        """Request log-probabilities for a fixed batch."""
         served = await self._connect()
         size = self.vocab_size or 1
 
@@ -291,10 +291,10 @@ class TrainingVllmEngine(VllmEngine):
         return await all_of(score, bodies)
 
     def _check_label(self) -> None:
-        """Refuse a server that has other weights than it got last.
+        """Refuse a server with unexpected weights.
 
         Raises:
-            RunFailure: it was started anew meanwhile, or got weights from elsewhere.
+            RunFailure: restarted, or updated by someone else.
         """
         label = control(self.server, "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
         if label != self.label:
@@ -305,21 +305,21 @@ class TrainingVllmEngine(VllmEngine):
             )
 
 
-# A fixed batch that both sides score.
+# Fixed batch scored by both sides.
 
-# The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
+# The longest prompt spans more than one key/value block on any device, so that prompt caching is tested.
 PROMPT_TOKENS = (300, 40, 7, 3)
 NEW_TOKENS = 8
 TOP = 20  # as many as a server gives by default
-# Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
-# size, which tells other weights apart but hardly one update from none.
+# Nats. In fp32, programs differ by about 1e-5 on unlikely tokens. In bf16, logit rounding (relative 2^-8) permits
+# detecting wrong weights, but rarely a single missed update.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ServerScores:
-    """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
+    """Server scores for one prompt: prompt and answer ids, and log-probabilities by position and token id."""
 
     ids: tuple[int, ...]
     places: dict[int, dict[int, float]]
@@ -328,9 +328,9 @@ class ServerScores:
 def probe_bodies(
     served: ServedModel, vocab_size: int, context: int, *, is_masked: bool = False
 ) -> list[dict[str, Any]]:
-    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it).
+    """Build two requests per arbitrary prompt: a greedy answer (through the cache) and its scores (bypassing it).
 
-    A server with masks (``is_masked``) answers nothing greedily: there it is a draw of the whole distribution.
+    Servers with masks (``is_masked``) refuse greedy requests, so they draw from the full distribution.
     """
     lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
     numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
@@ -347,11 +347,11 @@ def probe_bodies(
 
 
 def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) -> ServerScores:
-    """Return the scores of an answer to one of ``probe_bodies``.
+    """Parse scores from a ``probe_bodies`` response.
 
     Raises:
-        Unreadable: too many ids, or log-probabilities that are missing or of tokens that the model has not.
-        LookupError, TypeError, ValueError, AttributeError, OverflowError: an answer of another form.
+        Unreadable: too many ids, missing log-probabilities, or unknown tokens.
+        LookupError, TypeError, ValueError, AttributeError, OverflowError: invalid format.
     """
     choice = answer["choices"][0]
     ids = (*prompt, *map(int, choice["token_ids"]))
@@ -371,9 +371,9 @@ def read_scores(answer: dict[str, Any], prompt: Sequence[int], vocab_size: int) 
 
 
 def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[ServerScores]) -> float:
-    """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
+    """Compute the largest log-probability difference between server and model at temperature 1, in nats.
 
-    ``within``: gathers a sharded model around its forward passes.
+    ``within`` gathers a sharded model for its forward passes.
     """
     worst = 0.0
     with sampling_mode(model):
@@ -395,7 +395,7 @@ def largest_difference(model: PreTrainedModel, within: Within, scored: Sequence[
     return worst
 
 
-# The weights as a server takes them, and the routes by which it takes them.
+# Weights in the server's format, and transfer routes.
 
 FILE_BYTES = 1 << 30
 MAX_WORKERS = 1 << 16
@@ -403,13 +403,13 @@ WORKERS = "/get_world_size"
 
 
 def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every weight under its name in a checkpoint, always in the same order.
+    """Iterate over (name, tensor) pairs with checkpoint names, in fixed order.
 
-    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered by all
-    processes together; without ``gathers`` a weight is the shard, with the shape of the whole.
+    Tied heads appear once. Adapters are merged into copies one at a time. All processes gather sharded models (FSDP2)
+    together; without ``gathers``, shards are returned with the full shape.
 
     Raises:
-        UsageError: weights of 4 or 8 bits, which cannot be merged exactly.
+        UsageError: 4-bit or 8-bit weights, which cannot be merged exactly.
     """
     bits = quantized_bits(model)
     if bits is not None:
@@ -429,7 +429,7 @@ def checkpoint_weights(model: PreTrainedModel, *, gathers: bool = True) -> Itera
 def save_without_weights(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, untie: bool = False
 ) -> None:
-    """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
+    """Write configuration and tokenizer, so that a server can build the model. ``untie``: with a separate head."""
     config = copy.deepcopy(causal_lm(model).config)
     if untie:
         config.tie_word_embeddings = False
@@ -439,7 +439,7 @@ def save_without_weights(
 
 
 def untied(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, with a tied head once more under its own name."""
+    """Repeat a tied head under a separate name."""
     first: dict[int, str] = {}
     again: dict[str, list[str]] = {}
     for name, weight in causal_lm(model).named_parameters(remove_duplicate=False):
@@ -455,7 +455,7 @@ def untied(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]]) -> Ite
 def save_weights(
     weights: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, bytes_per_file: int = FILE_BYTES
 ) -> None:
-    """Write the weights as safetensors files of a folder."""
+    """Write weights as safetensors files."""
     pending: dict[str, Tensor] = {}
     num_files = 1
     for name, tensor in weights:
@@ -476,10 +476,10 @@ def control(
     *,
     read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
-    """Ask a route of the server once, since it changes something.
+    """Call a server route once, without retries since it has side effects.
 
     Raises:
-        RunFailure: no answer, or a refusal; the message names server and route.
+        RunFailure: no response, or refused; names server and route.
     """
     try:
         return server.call(method, path, body, read=read, retries=0)
@@ -491,12 +491,12 @@ def control(
 
 
 class NcclGroup:
-    """A NCCL communicator of this process (rank 0) with all workers of a server.
+    """NCCL communicator between this process (rank 0) and all server workers.
 
-    ``timeout_seconds``: for every step, after which a missing worker ends the transfer.
+    ``timeout_seconds``: timeout per step, after which a missing worker aborts the transfer.
 
     Raises:
-        RunFailure: the server has no such routes, or its workers do not join.
+        RunFailure: unsupported routes, or workers do not join.
     """
 
     def __init__(self, server: HttpServer, timeout_seconds: float) -> None:
@@ -513,19 +513,19 @@ class NcclGroup:
         )
 
     def make_identifier(self) -> bytes:
-        """Return the name of a new group; its workers take it from the request."""
+        """Create a name for this group; workers receive it with the request."""
         self.device = torch.cuda.current_device()
         return bytes(nccl.unique_id())
 
     def join(self, size: int, identifier: bytes) -> None:
-        """Enter the group; workers add up one number first."""
-        torch.cuda.set_device(self.device)  # in a thread of its own
+        """Join the group, then verify workers with a sum."""
+        torch.cuda.set_device(self.device)  # in a separate thread
         self.communicator = nccl.init_rank(size, identifier, 0)
         nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
         torch.cuda.synchronize(self.device)
 
     def broadcast(self, tensors: Iterator[Tensor]) -> None:
-        """Send the tensors; return once all workers have them."""
+        """Broadcast tensors and wait until all workers have received them."""
         torch.cuda.set_device(self.device)
         for tensor in tensors:
             nccl.broadcast([tensor], 0, comms=[self.communicator])
@@ -534,7 +534,7 @@ class NcclGroup:
     def send(
         self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype, announced: Sequence[tuple[str, torch.Size]]
     ) -> None:
-        """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
+        """Replace a paused server's weights. ``announced``: names and shapes in order."""
         about = {
             "names": [name for name, _ in announced],
             "dtype_names": [str(dtype).removeprefix("torch.")] * len(announced),
@@ -577,7 +577,7 @@ class NcclGroup:
 
 
 def read_num_workers(answer: dict[str, Any]) -> int:
-    """Read the answer of ``WORKERS``."""
+    """Parse a ``WORKERS`` response."""
     count = answer["world_size"]
     if type(count) is not int or not 0 < count <= MAX_WORKERS:
         raise Unreadable(f"a world_size of {count!r:.80}")

@@ -1,6 +1,6 @@
-"""The command line of a vLLM server, the name of a model there, and a server that a run starts and that ends with it.
+"""vLLM server command lines, served model names, and servers tied to a run's lifetime.
 
-The name has a fingerprint of the weights: a server with older weights of the same folder has another name.
+Names include a weight fingerprint, so servers with older weights from the same folder are recognized.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ PYTHON_VARIABLE = "POSTTRAIN_VLLM"
 START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
 LOOK_SECONDS = 0.2
 END_SECONDS = 20.0
-# Below what systems give connections that go out (from 32768 or 49152 on), and Kubernetes its services (from 30000 on).
+# Below the ports used for outgoing connections (from 32768 or 49152) and for Kubernetes services (from 30000).
 OWN_PORTS = range(20_000, 30_000)
 TAIL_BYTES = 8192
 TAIL_LINES = 12
-# Set by a launcher for each of its processes; a server would take them for its own.
+# Set by launchers per process, and must not be inherited by a server.
 _LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-# Runs a command for as long as the other end of standard input is open, which the system closes even after kill -9;
-# then the command has ten seconds to end, and the whole group of processes ends with it.
+# Runs a command until standard input closes, which happens even after kill -9. The command then has ten seconds to exit
+# before its process group is killed.
 _WHILE_OPEN = 'exec 3<&0; "$@" 3<&- & { cat <&3; kill $!; sleep 10; kill -9 0; } & wait %1; kill -9 0'
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """``words`` start the server, with ``environment`` set; ``name`` is the model's name there."""
+    """Server command ``words`` and ``environment``; ``name`` is the served model name."""
 
     name: str
     words: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """Return the command for a shell, quoted, one option a line."""
+        """Format as a quoted shell command with one option per line."""
         words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
         for word in map(shlex.quote, self.words):
             if word.startswith("--"):
@@ -90,14 +90,15 @@ def server_command(
     name: str | None = None,
     switches: tuple[str, ...] = (),
 ) -> ServerCommand:
-    """Return the command for a server of ``model`` (``tiny``, a folder, a run or a hub name), an adapter on its base.
+    """Build a server command for ``model`` (``tiny``, folder, run or hub name), serving adapters on their base model.
 
-    ``--generation-config vllm`` keeps a model's own sampling defaults out; ``--logprobs-mode processed_logprobs`` gives
-    log-probabilities at the sampling temperature. More than one of ``gpus``: tensor parallel. ``interpreter``: a Python
-    that has vLLM, for builds without the command ``vllm``. ``transfer``: of the weights of a model in training.
+    ``--generation-config vllm`` disables a model's sampling defaults, and ``--logprobs-mode processed_logprobs``
+    returns log-probabilities at the sampling temperature. Several ``gpus`` enable tensor parallelism.
+    ``interpreter``: Python with vLLM, for builds without a ``vllm`` command. ``transfer``: weight transfer in
+    training.
 
     Raises:
-        UsageError: no such model, or an adapter that vLLM cannot serve.
+        UsageError: unknown model, or an adapter unsupported by vLLM.
     """
     source = absolute_source(model)
     name = name or served_names(model)[0]
@@ -132,7 +133,7 @@ def server_command(
 
 
 def _served_model(name: str, source: str, base: str | None) -> dict[str, object]:
-    """Return the options that name the model: an adapter has the name, and its base another."""
+    """Build model options; for adapters, the base model gets a different name."""
     if base is None:
         return {"served-model-name": name}
     return {
@@ -143,7 +144,7 @@ def _served_model(name: str, source: str, base: str | None) -> dict[str, object]
 
 
 def _environment(gpus: tuple[int, ...], transfer: Transfer | None) -> dict[str, str]:
-    """Return the environment variables of a server."""
+    """Build environment variables for a server."""
     environment = {}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -153,7 +154,7 @@ def _environment(gpus: tuple[int, ...], transfer: Transfer | None) -> dict[str, 
 
 
 def _options(values: Mapping[str, object]) -> list[str]:
-    """Return the options that have a value, as words of a command."""
+    """Format options with values as command words."""
     words = []
     for name, value in values.items():
         if value is not None:
@@ -162,13 +163,13 @@ def _options(values: Mapping[str, object]) -> list[str]:
 
 
 def served_names(model: str) -> tuple[str, ...]:
-    """Return the names under which a server may have ``model``, the one of ``posttrain serve-command`` first.
+    """List possible served names for ``model``, starting with the one used by ``posttrain serve-command``.
 
-    ``tiny-grpo-step-000120-1f8a09c3``: run, checkpoint, fingerprint of the weights. A model that is only a hub name
-    has that name. The second name is the folder itself, which vLLM takes when it is given no name.
+    ``tiny-grpo-step-000120-1f8a09c3``: run, checkpoint and weight fingerprint. Hub models keep their hub name. The
+    second name is the folder, which vLLM uses by default.
 
     Raises:
-        UsageError: no such folder or run.
+        UsageError: unknown folder or run.
     """
     source = absolute_source(model)
     folder = Path(source)
@@ -192,10 +193,10 @@ def absolute_source(model: str) -> str:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return eight hexadecimal digits of the weights in ``folder``.
+    """Compute an eight-digit hexadecimal fingerprint of weights in ``folder``.
 
-    A run's checkpoint has the digest of every file in its manifest. Of another folder, whose files may be tens of
-    gigabytes, size and 256 blocks of 4 KiB of each file are read: enough to tell two trainings apart.
+    Run checkpoints use digests from their manifest. For other folders, which may hold tens of gigabytes, file sizes
+    and 256 blocks of 4 KiB per file are hashed: enough to distinguish two trainings.
     """
     digest = hashlib.blake2b(digest_size=4)
     known = manifest_digests(folder)
@@ -214,7 +215,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def config_of(source: str) -> PretrainedConfig | None:
-    """Return the language model's configuration of a local model; None: it has code of its own, or is not here."""
+    """Load a local model's text configuration; None for remote models and custom code."""
     if not Path(source).is_dir():
         return None
     try:
@@ -254,10 +255,10 @@ def _room_for(adapter: str) -> int:
 
 
 def find_interpreter() -> str:
-    """Return the Python of the environment that has vLLM. A recipe cannot name it: it would be a program to run.
+    """Find the Python with vLLM. Recipes cannot set it, since it is a program to run.
 
     Raises:
-        UsageError: the environment variable is not set, or names none.
+        UsageError: environment variable unset or invalid.
     """
     named = os.environ.get(PYTHON_VARIABLE, "")
     path = None
@@ -271,11 +272,11 @@ def find_interpreter() -> str:
             f"{state}. Install it into an environment of its own and set {PYTHON_VARIABLE}=/that/bin/python, or give "
             "the url of a server that runs (docs/how-to/sample-with-vllm.md)"
         )
-    return str(Path(path).absolute())  # not resolved: a virtual environment's python is a link out of it
+    return str(Path(path).absolute())  # not resolved: a virtual environment's python is a symbolic link
 
 
 def free_port() -> int:
-    """Return a port of this machine at which nothing listens and that the system gives no connection by itself."""
+    """Find a free local port outside the range assigned automatically."""
     while True:
         port = secrets.choice(OWN_PORTS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -283,7 +284,7 @@ def free_port() -> int:
 
 
 class OwnServer:
-    """A server process of this one. ``log`` gets its output. ``wait`` returns when it answers."""
+    """Server process owned by this process. Output goes to ``log``; ``wait`` returns once it responds."""
 
     def __init__(self, command: ServerCommand, url: str, log: Path) -> None:
         self.url = url
@@ -302,10 +303,10 @@ class OwnServer:
             )
 
     def wait(self) -> None:
-        """Wait until the server answers.
+        """Wait until the server responds.
 
         Raises:
-            RunFailure: it ended, or took longer than ``START_SECONDS``; with the end of its log.
+            RunFailure: it exited, or took longer than ``START_SECONDS``; includes its last log lines.
         """
         deadline = time.monotonic() + START_SECONDS
         server = HttpServer(self.url, timeout_seconds=5.0, retries=0)
@@ -319,7 +320,7 @@ class OwnServer:
         raise RunFailure(f"the vLLM server ended before it was ready. {self.tail()}")
 
     def stop(self) -> None:
-        """End the server and everything that it started."""
+        """Stop the server and all its subprocesses."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -329,7 +330,7 @@ class OwnServer:
         self._process.wait()
 
     def tail(self) -> str:
-        """Return the log's last lines, for a message."""
+        """Read the last log lines for a message."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)

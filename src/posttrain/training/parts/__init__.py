@@ -1,1 +1,1 @@
-"""The parts of a run, each built from the sections of the recipe that it reads."""
+"""Training run components, built from recipe sections."""

@@ -1,4 +1,4 @@
-"""Exponential moving averages of the trained weights, and a teacher that may have them."""
+"""Exponential moving averages for trained weights, and teachers that use them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from posttrain.errors import CheckpointError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.trained_heads import copy_tensors
 
-AVERAGES = "averages.safetensors"  # of a checkpoint
-EMA = "ema"  # the average of ``train.ema_decay``, by its use
+AVERAGES = "averages.safetensors"  # file in checkpoints
+EMA = "ema"  # use name for ``train.ema_decay``
 
 
 @dataclass(slots=True)
 class WeightAverage:
-    """``a ← d a + (1 − d) w`` after each update, for each trained weight w; a begins as w (Polyak and Juditsky 1992).
+    """Weight average ``a ← d a + (1 − d) w`` after each update, starting from a = w (Polyak and Juditsky 1992).
 
-    forward: the pass over the model that has the weights. parameters: by name. decay: d. The average has the weights'
-    own type, which is fp32 or fp64. Departure from torch's ``get_ema_multi_avg_fn``: there the first update is taken
-    over whole, here the weights of the start are.
+    forward: forward pass for the averaged model. parameters: by name. decay: d. Averages keep the weight dtype (fp32
+    or fp64). Unlike torch's ``get_ema_multi_avg_fn``, which copies the first update entirely, averaging starts from
+    the initial weights.
     """
 
     forward: Forward
@@ -39,13 +39,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this update in."""
+        """Update averages with current weights."""
         for name, parameter in self.parameters:
             self.values[name].lerp_(parameter.detach(), 1.0 - self.decay)
 
     @contextmanager
     def open(self) -> Iterator[Forward]:
-        """The forward pass with the averaged weights in the model, inside the block."""
+        """Swap averaged weights into the model inside the block and yield its forward pass."""
         current = {name: parameter.detach().clone() for name, parameter in self.parameters}
         try:
             self._fill(self.values)
@@ -61,14 +61,14 @@ class WeightAverage:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The forward pass of a teacher, inside the block of ``open``; ``average``: its weights, if they are averaged."""
+    """Teacher forward pass, available inside ``open``; ``average``: averaged weights, if used."""
 
     open: Callable[[], AbstractContextManager[Forward]]
     average: WeightAverage | None = None
 
 
 def average_tensors(averages: Mapping[str, WeightAverage]) -> dict[str, Tensor]:
-    """Return all averages for a checkpoint, keyed ``<whose>.<weight>``; the tensors are not copied."""
+    """Collect all averages for a checkpoint, keyed ``<use>.<weight>``, without copying."""
     tensors: dict[str, Tensor] = {}
     for whose, average in averages.items():
         for name, value in average.values.items():
@@ -77,16 +77,16 @@ def average_tensors(averages: Mapping[str, WeightAverage]) -> dict[str, Tensor]:
 
 
 def restore_averages(averages: Mapping[str, WeightAverage], stored: Mapping[str, Tensor], path: Path) -> None:
-    """Copy the averages of a checkpoint back, bit for bit.
+    """Restore averages from a checkpoint bit for bit.
 
     Raises:
-        CheckpointError: it has others, or none.
+        CheckpointError: missing or different averages.
     """
     live = average_tensors(averages)
     missing = sorted(live.keys() - stored.keys())
     if missing:
         raise CheckpointError(
-            f"{path / AVERAGES}: {len(missing)} averages of weights are missing, such as {missing[0]}. Resume with the "
-            "recipe that wrote the checkpoint (recipe.yaml in the run's directory)"
+            f"{path / AVERAGES}: {len(missing)} weight averages are missing, such as {missing[0]}. Resume with the "
+            "checkpoint's recipe (recipe.yaml in the run folder)"
         )
     copy_tensors(dict(stored), live, path)

@@ -1,4 +1,4 @@
-"""The routers' auxiliary loss in an update: over all tokens of the optimizer batch, however it is divided."""
+"""Router load balancing over all tokens in the optimizer batch, independent of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AUXILIARY_LOSS = "router_aux_loss"
 
 @dataclass(frozen=True, slots=True)
 class RouterBalancing:
-    """The routers of the policy's model, and the weight of their auxiliary loss."""
+    """Policy routers with an auxiliary loss coefficient."""
 
     policy: Forward
     routers: Routers
@@ -29,10 +29,10 @@ class RouterBalancing:
 
     @contextmanager
     def over(self, batch: Batch, micro_batches: MicroBatching) -> Iterator[BalancedBatch]:
-        """Read the routers in every pass inside the block; f is taken over the whole batch first.
+        """Track routers in every forward pass inside the block, after computing f over the whole batch.
 
-        That is a pass of its own, without gradients and without an adapter's dropout, unless the batch is one
-        micro-batch of one process.
+        This requires a separate forward pass (no gradients, no adapter dropout), unless a single process handles the
+        batch in one micro-batch.
         """
         balanced = BalancedBatch(self)
         self.policy.routers = self.routers
@@ -55,7 +55,7 @@ class RouterBalancing:
             if not micro.counts:
                 continue
             whole = routed if whole is None else whole.added(routed)
-        if whole is None:  # of another process are all rows
+        if whole is None:  # all rows belong to other processes
             assert routed is not None, "a process without rows passes one that does not count"
             whole = RouterSums(*(torch.zeros_like(x) for x in (routed.counts, routed.probabilities, routed.num_tokens)))
         tensors = [whole.counts.cpu(), whole.probabilities.cpu(), whole.num_tokens.cpu()]
@@ -65,13 +65,13 @@ class RouterBalancing:
 
 @dataclass(slots=True)
 class BalancedBatch:
-    """The auxiliary loss of one optimizer batch; ``whole``: its sums."""
+    """Auxiliary loss for one optimizer batch; ``whole``: sums over the batch."""
 
     balancing: RouterBalancing
     whole: RouterSums | None = None
 
     def add_to(self, loss: Tensor, *, counts: bool) -> Tensor:
-        """Return the loss of a micro-batch that was just passed, with its part of the auxiliary loss."""
+        """Add the auxiliary loss for the latest micro-batch."""
         routed = self.balancing.policy.routed
         assert routed is not None, "routers are read"
         if self.whole is None:
@@ -82,7 +82,7 @@ class BalancedBatch:
         return loss + self.balancing.coefficient * own.to(loss.dtype)
 
     def metrics(self) -> dict[str, float]:
-        """Return the auxiliary loss of the whole batch, and the load of the busiest expert over the mean load."""
+        """Compute the auxiliary loss over the whole batch, and maximum expert load relative to the mean."""
         whole = self.whole
         if whole is None:
             return {}
@@ -93,11 +93,10 @@ class BalancedBatch:
 def build_balancing(
     coefficient: float | None, forward: Forward | ActorCritic, *, sharding: str = "none"
 ) -> RouterBalancing | None:
-    """Return the balancing of a run; ``coefficient``: of the recipe, None for the model's own.
+    """Build router balancing; ``coefficient`` comes from the recipe, or None for the model default.
 
     Raises:
-        RecipeError: the recipe asks for it, and the model has no routers whose auxiliary loss is known; or weights are
-            sharded.
+        RecipeError: balancing requested without supported routers, or with sharded weights.
     """
     policy = forward
     if isinstance(policy, ActorCritic):
@@ -111,14 +110,11 @@ def build_balancing(
     routers = find_routers(base)
     if routers is not None and sharding != "none":
         raise RecipeError(
-            f"scale.sharding: the routers of {type(base).__name__} are not balanced where weights are sharded; use "
+            f"scale.sharding: the routers of {type(base).__name__} cannot be balanced with sharded weights; use "
             "none, or set train.router_aux_loss_coef: 0"
         )
     if routers is not None:
         return RouterBalancing(policy, routers, wanted)
     if coefficient is None:
         return None
-    raise RecipeError(
-        f"train.router_aux_loss_coef: {type(base).__name__} has no routers with an auxiliary loss that is known; leave "
-        "it out"
-    )
+    raise RecipeError(f"train.router_aux_loss_coef: {type(base).__name__} has no supported routers; remove it out")

@@ -1,4 +1,4 @@
-"""The models of a run before its first step: the trained one, its heads, the reference and the shards."""
+"""Build the models for a run: trained model, heads, reference and shards."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from posttrain.training.checks import Components
 from posttrain.training.step import same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
 
-if TYPE_CHECKING:  # a run imports only what its recipe asks for
+if TYPE_CHECKING:  # import only modules needed by the recipe
     from posttrain.models.reference import Reference
     from posttrain.training.distributed import Shards
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModels:
-    """The models of one run, as they are before the first step."""
+    """Models for one run before the first step."""
 
-    loaded: LoadedModel  # the model that is trained, with its tokenizer
-    policy: Forward  # its forward pass as a language model
-    forward: Forward | ActorCritic  # the forward pass that the objective reads
+    loaded: LoadedModel  # trained model and tokenizer
+    policy: Forward  # forward pass as a language model
+    forward: Forward | ActorCritic  # forward pass used by the objective
     heads: dict[str, torch.nn.Module]
     reference: Reference | None  # what objectives compare with
     start: Reference | None  # what evaluations and teachers read
@@ -45,25 +45,25 @@ class BuiltModels:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the trained model."""
+        """Trained model's tokenizer."""
         return self.loaded.tokenizer
 
     @property
     def context_tokens(self) -> int:
-        """The number of tokens that the trained model reads at once."""
+        """Trained model's context length in tokens."""
         return context_length(self.loaded.model.config)
 
 
 def build_models(
     components: Components, task: Task, process_group: ProcessGroup, eval_tasks: Sequence[Task]
 ) -> BuiltModels:
-    """Load the model and build its forward passes, the reference and the shards.
+    """Load the model and build forward passes, reference and shards.
 
-    Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
+    If no unsharded copy needs to stay in CPU memory, processes on one machine load one at a time.
     """
     recipe = components.recipe
     device = torch.device("cpu")
-    if process_group.size > 1:  # a single process asks for its device when it loads
+    if process_group.size > 1:  # single-process runs choose a device while loading
         device = choose_device(recipe.model.device)
     shards: Shards | None = None
     loads_onto: str | None = None
@@ -72,7 +72,7 @@ def build_models(
 
         shards = Shards(process_group, device, keeps_whole=_samples_answers(components, eval_tasks))
         if not shards.keeps_whole:
-            loads_onto = "cpu"  # from where it is sharded
+            loads_onto = "cpu"  # sharding moves weights from here
     loads_in_turn = loads_onto is not None or device.type == "cuda"
     digest: list[int] = []
     with process_group.in_turn() if loads_in_turn else nullcontext():
@@ -99,7 +99,7 @@ def build_models(
 
 
 def _build_references(components: Components, policy: Forward) -> tuple[Reference | None, Reference | None]:
-    """Return the reference of objectives, and that of evaluations and teachers: one object, unless the first moves.
+    """Build references for objectives, and for evaluations and teachers (shared unless the first one moves).
 
     Raises:
         RecipeError: a reference that moves, of a model with an adapter.
@@ -113,8 +113,8 @@ def _build_references(components: Components, policy: Forward) -> tuple[Referenc
         return reference, reference
     if has_adapter(policy.model):
         raise RecipeError(
-            "reference: the model has an adapter, and the base is its reference, which cannot move. Train all weights, "
-            "or leave 'reference' out"
+            "reference: adapters use their fixed base as reference, so it cannot move. Train all weights, "
+            "or remove 'reference'"
         )
     recipe = components.recipe
     is_taught_by_start = recipe.teacher is not None and recipe.teacher.weights == "start"
@@ -124,7 +124,7 @@ def _build_references(components: Components, policy: Forward) -> tuple[Referenc
 
 
 def _samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool:
-    """Return whether the trainer's processes sample with the model itself."""
+    """Check if training processes sample with the model."""
     if components.recipe.rollout is not None or components.shape == "demonstration" or not eval_tasks:
         return components.samples()
     from posttrain.training.held_out import is_read
@@ -133,17 +133,17 @@ def _samples_answers(components: Components, eval_tasks: Sequence[Task]) -> bool
 
 
 def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
-    """Return the language model's forward pass, in ``train.precision``.
+    """Build the language model forward pass with ``train.precision``.
 
     Raises:
-        RecipeError: TF32 where no GPU multiplies.
+        RecipeError: TF32 without a GPU.
     """
     recipe = components.recipe
     device = next(loaded.model.parameters()).device.type
     coarse = recipe.train.precision != "fp32"
     if recipe.train.precision == "tf32" and device != "cuda":
-        raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
-    # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
+        raise RecipeError(f"train.precision: tf32 needs an NVIDIA GPU; on {device} use fp32 or bf16")
+    # Process-wide: on GPU, matrix products that stay in fp32 (the LM head, with bf16) use TF32.
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
     return _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
 
@@ -151,11 +151,11 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
 def _forward(model: Model, precision: str, temperature: float) -> Forward:
     if precision == "bf16":
         return Forward(model, temperature, precision="bf16")
-    return Forward(model, temperature, precision="fp32")  # with tf32 the GPU rounds, not the pass
+    return Forward(model, temperature, precision="fp32")  # with tf32, the GPU rounds instead of the forward pass
 
 
 def _load_trained(section: ModelSection, task: Task, seed: int, device: str | None) -> LoadedModel:
-    """Return the model to train, with a new adapter if the section has one; ``device``: in place of the section's."""
+    """Load the model to train, adding an adapter if configured; ``device`` overrides the recipe."""
     placed = section
     if device is not None:
         placed = section.model_copy(update={"device": device})
@@ -170,22 +170,21 @@ def _load_trained(section: ModelSection, task: Task, seed: int, device: str | No
         refuse_whole_weights(model, loaded.source)
     elif section.init is None:
         note_untrained(model, loaded.source)
-    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
+    model.eval()  # disable dropout; adapter dropout is enabled only for gradients
     return replace(loaded, model=model)
 
 
 def _refuse_quantized(model: Model, sharding: str) -> None:
-    """Refuse quantized weights that would be trained or sharded."""
+    """Reject training or sharding quantized weights."""
     bits = quantized_bits(model)
     if bits is None:
         return
     if not has_adapter(model):
         raise RecipeError(
-            f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
-            "such as model.adapter.rank: 16"
+            f"model.adapter: {bits}-bit weights cannot be trained; add an adapter, such as model.adapter.rank: 16"
         )
     if sharding != "none":
-        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
+        raise RecipeError(f"scale.sharding: {bits}-bit weights cannot be sharded; use sharding none")
 
 
 def _recompute_layers(model: Model) -> None:
@@ -193,4 +192,4 @@ def _recompute_layers(model: Model) -> None:
 
     if not checkpointed_layers(model):
         name = type(model).__name__
-        raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
+        raise RecipeError(f"train.gradient_checkpointing: {name} does not support gradient checkpointing")

@@ -1,4 +1,4 @@
-"""Masks of a recipe, applied to an optimizer batch before its first micro-batch."""
+"""Apply recipe masks to an optimizer batch before its first micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from posttrain.types import COUNTED, UNMASKED, Batch
 
 @dataclass(frozen=True, slots=True)
 class BoundMask:
-    """A mask with its options. reads: batch fields, or ``mask``. is_counted: the means divide by what it leaves out."""
+    """Mask with bound options.
+
+    reads: batch fields, or ``mask``. is_counted: exclude masked tokens from loss denominators.
+    """
 
     function: Callable[..., Any]
     reads: tuple[str, ...]
@@ -25,7 +28,7 @@ class BoundMask:
 
 
 def fields_of_masks(masks: Sequence[MaskComponent]) -> frozenset[str]:
-    """Return the batch fields that the masks of a recipe read."""
+    """List batch fields used by recipe masks."""
     names: set[str] = set()
     for number, one in enumerate(masks):
         names.update(registry.find("mask", one.name, f"masks.{number}").provided)
@@ -33,7 +36,7 @@ def fields_of_masks(masks: Sequence[MaskComponent]) -> frozenset[str]:
 
 
 def bind_masks(masks: Sequence[MaskComponent]) -> list[BoundMask]:
-    """Return the masks of a recipe with their options."""
+    """Bind options for all recipe masks."""
     bound: list[BoundMask] = []
     for number, one in enumerate(masks):
         key = f"masks.{number}"
@@ -43,10 +46,11 @@ def bind_masks(masks: Sequence[MaskComponent]) -> list[BoundMask]:
 
 
 def apply_masks(masks: Sequence[BoundMask], batch: Batch) -> dict[str, Tensor]:
-    """Return the field ``unmasked`` ``[B, T]``, 1 of tokens that no mask leaves out, and ``counted`` if it is not all.
+    """Compute ``unmasked`` ``[B, T]`` (1 for tokens kept by all masks), and ``counted`` if some tokens are not
+    counted.
 
     Raises:
-        UsageError: a mask gives something else than one truth value per token.
+        UsageError: a mask function did not return a boolean per token.
     """
     trained = batch.trained_mask
     kept = torch.ones_like(trained)
@@ -57,7 +61,7 @@ def apply_masks(masks: Sequence[BoundMask], batch: Batch) -> dict[str, Tensor]:
         if getattr(result, "shape", None) != trained.shape or result.dtype != torch.bool:
             raise UsageError(
                 f"masks: the function returned {registry.describe_result(result)} for a batch of shape "
-                f"{tuple(trained.shape)}; it must give one truth value (torch.bool) per token"
+                f"{tuple(trained.shape)}; it must return one boolean (torch.bool) per token"
             )
         kept &= result | ~trained
         if not one.is_counted:

@@ -1,4 +1,4 @@
-"""The teacher of a run: another model, or the trained one as it is, as it began, or averaged."""
+"""Run teacher: a separate model, or the trained model in its current, initial or averaged state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from posttrain.types import Tokenizer
 def build_teacher(
     section: TeacherSection, student: ModelSection, models: BuiltModels, forward: Forward | ActorCritic
 ) -> Teacher:
-    """Return the teacher of a run; its candidates and those of all passes of the student are of the same ids.
+    """Build the teacher. Candidates from the teacher and all student passes share a vocabulary.
 
-    ``forward``: the pass that the objective reads.
+    ``forward``: forward pass used by the objective.
 
     Raises:
-        UsageError: a teacher of another tokenizer.
+        UsageError: incompatible teacher tokenizer.
     """
     learners: list[Forward | ActorCritic] = [models.policy, forward]
     if models.shards is not None:
@@ -57,10 +57,10 @@ def build_teacher(
 
 
 def refuse_other_tokenizer(teacher: TeacherSection, student: ModelSection) -> None:
-    """Compare the tokenizers of student and teacher, before a model is loaded.
+    """Compare student and teacher tokenizers before loading models.
 
     Raises:
-        UsageError: they are not the same, or one cannot be loaded.
+        UsageError: different tokenizers, or a tokenizer that cannot be loaded.
     """
     if teacher.name == OWN_TEACHER or student.init is not None:
         return
@@ -71,21 +71,21 @@ def refuse_other_tokenizer(teacher: TeacherSection, student: ModelSection) -> No
 def _compare_tokenizers(name: str, theirs: Tokenizer, own: Tokenizer) -> None:
     if theirs.get_vocab() != own.get_vocab():
         raise UsageError(
-            f"teacher.name: {name!r} has another vocabulary than the student; probabilities of tokens "
-            "can only be compared within one. Choose a teacher of the same family"
+            f"teacher.name: {name!r} uses a different vocabulary than the student, so token probabilities "
+            "cannot be compared. Choose a teacher from the same model family"
         )
 
 
 def _shared_ids(models: Sequence[Forward], tokenizer: Tokenizer) -> int:
-    """Return the number of ids that the tokenizer and all models have.
+    """Count token ids shared by the tokenizer and all models.
 
-    Embeddings are padded to other sizes within one family, and what is beyond the tokenizer means nothing.
+    Models in a family may pad embeddings differently; ids beyond the tokenizer are meaningless.
     """
     return min(max(tokenizer.get_vocab().values()) + 1, *(one.num_rows for one in models))
 
 
 def _load_teacher(teacher: TeacherSection, student: ModelSection, models: BuiltModels) -> Forward:
-    """Return the forward pass of another model, in the ``dtype`` of the student unless it has one."""
+    """Build the forward pass for a separate teacher, using the student's ``dtype`` by default."""
     section = ModelSection(
         name=teacher.name,
         dtype=teacher.dtype or student.dtype,

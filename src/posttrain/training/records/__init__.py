@@ -1,1 +1,1 @@
-"""The records of updates: what a pass computed, what was sampled or given, and how weights moved."""
+"""Update records: computed values, samples or data, and weight changes."""

@@ -1,4 +1,4 @@
-"""The results of a pass over an optimizer batch at each token, of all its micro-batches and processes."""
+"""Capture token-level results over an optimizer batch, across micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ WATCHED = ("logprobs", "entropy", "scores")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Float64 on the CPU: ``values`` of the objective ``[B, T]`` or ``[U]``, times the correction; ``outputs`` by name
-    ``[B, T]`` (scores of C classes ``[B, T, C]``); ``slopes``, the derivatives of the loss by them; computed ``bool
-    [B]``: rows that a pass had.
+    """Captured results, float64 on CPU.
+
+    ``values``: objective values ``[B, T]`` or ``[U]``, multiplied by the correction; ``outputs``: tensors by name
+    ``[B, T]`` (``[B, T, C]`` for C-class scores); ``slopes``: loss derivatives for these; computed: ``bool [B]``,
+    rows with a forward pass.
     """
 
     values: Tensor
@@ -29,19 +31,19 @@ class Captured:
 
 @dataclass(slots=True)
 class Capture:
-    """Keeps results of micro-batches on their device until ``collect``."""
+    """Stores micro-batch results on device until ``collect``."""
 
     _parts: list[tuple[list[int], dict[str, Tensor]]] = field(default_factory=list)
 
     def watch(self, outputs: Outputs) -> None:
-        """Ask for the derivatives of the loss by the outputs; called before ``backward``."""
+        """Request loss derivatives for outputs. Call before ``backward``."""
         for name in WATCHED:
             tensor: Tensor | None = getattr(outputs, name)
             if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.retain_grad()
 
     def add(self, rows: Sequence[int], outputs: Outputs, values: Tensor) -> None:
-        """Keep the results of a micro-batch of these rows of the optimizer batch; called after ``backward``."""
+        """Store results for the given optimizer batch rows. Call after ``backward``."""
         kept = {"values": values.detach()}
         for name in WATCHED:
             tensor: Tensor | None = getattr(outputs, name)
@@ -53,7 +55,7 @@ class Capture:
         self._parts.append((list(rows), kept))
 
     def collect(self, batch: Batch, level: str, process_group: ProcessGroup) -> Captured:
-        """Return the results of all micro-batches of all processes; every process has to call it."""
+        """Gather results across micro-batches and processes. Must be called by every process."""
         names = dict.fromkeys(name for _, kept in self._parts for name in kept)
         shapes = {name: kept[name].shape[2:] for _, kept in self._parts for name in kept}
         for shared in process_group.gather([{name: tuple(shapes[name]) for name in names}], "names of results"):
@@ -76,7 +78,7 @@ class Capture:
         return Captured(tensors["values"], outputs, slopes, computed > 0)
 
     def _fill(self, whole: Tensor, rows: Sequence[int], part: Tensor, each: int) -> None:
-        """Put the results of some rows, or of their units, to where they belong."""
+        """Write row or unit results at their batch positions."""
         part = with_float64(part).to("cpu", torch.float64)
         if whole.ndim == 1:
             whole[[row // each for row in rows[::each]]] = part
@@ -85,20 +87,20 @@ class Capture:
 
 
 class _NoCapture(Capture):
-    """Keeps nothing."""
+    """Captures nothing."""
 
     def watch(self, outputs: Outputs) -> None:
-        """Ask for nothing."""
+        """Does nothing."""
 
     def add(self, rows: Sequence[int], outputs: Outputs, values: Tensor) -> None:
-        """Keep nothing."""
+        """Does nothing."""
 
 
 NO_CAPTURE = _NoCapture()
 
 
 def kept_values(result: Loss, part: Batch, level: str) -> Tensor:
-    """Return the values of trained tokens, with the mismatch correction where there is one; of units as they are."""
+    """Mask token values and apply the mismatch correction, if any; unit values stay unchanged."""
     if level != "token":
         return result.values
     values = torch.where(part.mask, result.values, torch.zeros_like(result.values))

@@ -1,4 +1,4 @@
-"""The facts that the balances of a run read of its recipe and of what was built from it."""
+"""Facts about a run used by balance checks, from its recipe and built components."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ UNKNOWN_LAYERS = 32
 def describe_run(
     components: Components, loaded: LoadedModel, policy: Forward, grader: Grader, num_rows: int
 ) -> UpdateFacts:
-    """Return what an update of a resolved recipe is meant to do.
+    """Describe how updates should behave for a resolved recipe.
 
     Args:
-        loaded: the model that is trained, and its tokenizer; ``policy`` is its forward pass.
-        num_rows: prompts or units that the data have.
+        loaded: trained model and tokenizer; ``policy`` is its forward pass.
+        num_rows: number of prompts or data units.
     """
     recipe = components.recipe
     num_examples: int | None = num_rows
     if recipe.task.name == MIXTURE:
-        num_examples = None  # its parts have passes of their own
+        num_examples = None  # mixture parts count passes separately
     trainer, sampler = _kinds(components, policy.device.type)
     sampling: SamplingFacts | None = None
     updates = 1
@@ -94,11 +94,11 @@ def _formula(component: Component | None) -> Formula | None:
 
 
 def _kinds(components: Components, device: str) -> tuple[list[str], list[str]]:
-    """The kinds of numbers that trainer and sampler compute with (``limits.UNITS``)."""
+    """List number formats used by trainer and sampler (``limits.UNITS``)."""
     recipe = components.recipe
     both: list[str] = [recipe.model.dtype]
     if recipe.model.load_bits == 8:
-        both.append("int8")  # activations are rounded together with those of other rows
+        both.append("int8")  # activations are quantized together with other rows
     trainer = list(both)
     if recipe.train.precision != "fp32":
         trainer.append(recipe.train.precision)
@@ -106,7 +106,7 @@ def _kinds(components: Components, device: str) -> tuple[list[str], list[str]]:
     if components.engine.name != "native":
         sampler.append(str(components.engine_options.get("dtype", recipe.model.dtype)))
     if recipe.train.precision != "fp32" and device == "cuda":
-        sampler.append("tf32")  # products of this process take it, those of the sampler too
+        sampler.append("tf32")  # process-wide setting, so it also affects sampling
     return trainer, sampler
 
 
@@ -159,13 +159,13 @@ def _describe_optimizer(component: Component, train: TrainSection) -> OptimizerF
 
 
 def of_steps(facts: UpdateFacts, steps: int) -> UpdateFacts:
-    """Return the facts of a run of so many steps."""
+    """Set the number of steps."""
     assert facts.optimizer is not None
     return replace(facts, optimizer=replace(facts.optimizer, steps=steps))
 
 
 def without_formula(components: Components) -> list[str]:
-    """Return a line about components from outside, which no balance can compute again; none if there are none."""
+    """Notify about custom components that balance checks cannot recompute, if any."""
     recipe = components.recipe
     chosen = {
         "objective": recipe.objective,
@@ -183,4 +183,4 @@ def without_formula(components: Components) -> list[str]:
             names.append(f"{key} {component.name}")
     if not names:
         return []
-    return [f"balances: {', '.join(names)} is from outside and has none; its recorded numbers are taken as they are"]
+    return [f"balances: {', '.join(names)} cannot be recomputed (custom code); recorded values are used unchecked"]

@@ -1,4 +1,4 @@
-"""The records of updates as a run's file has them: what a later reader checks again."""
+"""Read stored update records for later checks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from posttrain.errors import DataError
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.store.updates import WHOLE, RecordedUpdate
 
-OF_AN_UPDATE = ("weight", "kl_sampler", "kl_reference")  # not as in the first pass over a batch, and kept of it alone
-FACTS = "balances"  # the key of the file's table ``about``
+# values that differ from the first pass over a batch, stored in every pass
+OF_AN_UPDATE = ("weight", "kl_sampler", "kl_reference")
+FACTS = "balances"  # key in the ``about`` table
 
 
 @cache
@@ -27,15 +28,15 @@ def _adapter() -> TypeAdapter[UpdateFacts]:
 
 
 def write_facts(facts: UpdateFacts) -> str:
-    """Return what the balances of a run read of its recipe, as text."""
+    """Serialize run facts for balance checks."""
     return _adapter().dump_json(facts).decode()
 
 
 def read_facts(store: RolloutStore) -> UpdateFacts | None:
-    """Return what ``write_facts`` gave; None of a run of a version before these records.
+    """Load facts written by ``write_facts``; None for runs from before update records.
 
     Raises:
-        DataError: it is something else.
+        DataError: invalid facts.
     """
     text = store.about(FACTS)
     if text is None:
@@ -43,16 +44,16 @@ def read_facts(store: RolloutStore) -> UpdateFacts | None:
     try:
         return _adapter().validate_json(text)
     except ValidationError:
-        raise DataError(store.path, "damaged: what its balances read of the recipe is something else") from None
+        raise DataError(store.path, "damaged: recipe facts for balance checks are invalid") from None
 
 
 def read_records(store: RolloutStore) -> Iterator[StepRecord]:
-    """Yield the record of every update of a run, in order, without what was at single tokens.
+    """Yield update records in order, without token-level values.
 
-    Rows are joined with answers by their places. Of a run before these records nothing is yielded.
+    Rows are joined with answers by position. Runs from before update records yield nothing.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: damaged file.
     """
     facts = read_facts(store)
     if facts is None:
@@ -74,12 +75,12 @@ def read_records(store: RolloutStore) -> Iterator[StepRecord]:
 
 
 def _of_given_rows(facts: UpdateFacts) -> UpdateFacts:
-    """Without what a file has no rows for."""
+    """Drop sampling facts, because the file has no matching rows."""
     return replace(facts, sampling=None)
 
 
 def recorded_answer(row: RecordedRollout, keeps_unscored: bool = True) -> SampledAnswer:
-    """Return an answer as ``rollouts.db`` has it; ``keeps_unscored``: see ``SamplingFacts``."""
+    """Convert an answer from ``rollouts.db``; ``keeps_unscored``: see ``SamplingFacts``."""
     start = len(row.token_ids) - row.num_tokens
     return SampledAnswer(
         row.prompt_index,
@@ -104,12 +105,12 @@ def recorded_answer(row: RecordedRollout, keeps_unscored: bool = True) -> Sample
 
 
 def is_left_out(failures: Sequence[str]) -> bool:
-    """Return whether a completion does not take part because too few others of its group were played."""
+    """Check if a completion is excluded because too few others in its group finished."""
     return any(failure.startswith("left out: ") for failure in failures)
 
 
 def _sums_of(update: RecordedUpdate, earlier: dict[int, dict[str, float]]) -> RowSums | None:
-    """The columns of an update as tensors; later passes over a batch have the columns of the first by the answer."""
+    """Convert update columns to tensors. Later passes reuse first-pass columns, matched by answer."""
     columns = {name: list(values) for name, values in update.rows.items()}
     if "answers" not in columns:
         return None
@@ -147,5 +148,5 @@ def _sums_of(update: RecordedUpdate, earlier: dict[int, dict[str, float]]) -> Ro
 
 
 def read_run_records(folder: Path) -> Iterator[StepRecord]:
-    """Yield the records of the run in a folder."""
+    """Yield records from a run folder."""
     yield from read_records(RolloutStore(folder / "rollouts.db", read_only=True))

@@ -1,4 +1,4 @@
-"""Keeps the record of every update, checks its balances, and stores it."""
+"""Record every update, check its balances, and store it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from posttrain.training.sources import TrainBatch
 from posttrain.types import Batch, Rollout
 
 LARGEST_RATIO = 20.0
-NUM_DIGITS = 10  # of numbers that a record keeps
-NUM_SCORED_AGAIN = 2  # rows, where trainer and sampler have other temperatures
-# Fields of all rows of a batch, of which advantages and the sampler's mismatch are functions.
+NUM_DIGITS = 10  # for recorded numbers
+NUM_SCORED_AGAIN = 2  # number of rows to check if trainer and sampler temperatures differ
+# Fields over all batch rows, which determine advantages and sampler mismatch.
 OF_WHOLE_BATCHES = ("ref_logprobs", "old_values", "final_values", "old_logprobs", "sampler_logprobs")
-# Metrics of an update and of its batch that a record has.
+# Update and batch metrics included in records.
 KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
 
 
 def open_records(
     parts: TrainerState, store: RolloutStore | NoRecords, process_group: ProcessGroup, *, ends_run: bool
 ) -> UpdateRecords:
-    """Return the records of a run; ``ends_run``: a violated balance ends it."""
+    """Open update records for a run; ``ends_run``: stop on a violated balance."""
     own, _ = parts.split_parameters()
     optimizer = parts.facts.optimizer
     assert optimizer is not None, "a run has one"
@@ -54,7 +54,7 @@ def open_records(
 
 
 def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnswer:
-    """Return an answer as it was sampled and graded; ``keeps_unscored``: see ``SamplingFacts``."""
+    """Convert a graded rollout; ``keeps_unscored``: see ``SamplingFacts``."""
     completion = rollout.completion
     return SampledAnswer(
         rollout.prompt_index,
@@ -80,10 +80,10 @@ def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnsw
 
 @dataclass(slots=True)
 class UpdateRecords:
-    """The records of one run, each made in ``open_record`` before the weights change and closed by ``close_record``.
+    """Update records for one run. ``open_record`` runs before each weight change and ``close_record`` after.
 
-    Each process of the ``process_group`` calls it alike; the main one checks and stores. ends_run: a violated balance
-    ends the run (``train.strict``).
+    All processes make the same calls; the main process checks and stores. ends_run: stop on a violated balance
+    (``train.strict``).
     """
 
     facts: UpdateFacts
@@ -100,14 +100,14 @@ class UpdateRecords:
     _is_changed: bool = False
 
     def forget(self) -> None:
-        """Know nothing of earlier updates: weights, optimizer and batch are others now."""
+        """Discard state from earlier updates after weights, optimizer and batch have changed."""
         self.weights.forget()
         self.before = Before()
         self._answers = ()
         self._advantages = None
 
     def resume(self, step: int) -> None:
-        """Go on after ``step`` updates: take back what records of earlier updates say."""
+        """Continue after ``step`` updates, reloading state from stored records."""
         self.forget()
         if isinstance(self.store, NoRecords):
             return
@@ -129,7 +129,7 @@ class UpdateRecords:
             self.before = replace(self.before, taken=frozenset(taken))
 
     def begin(self) -> None:
-        """Look for gradients that the last update left; before any is computed."""
+        """Check for leftover gradients before computing new ones."""
         self._leftover = self.weights.num_leftover()
 
     def open_record(
@@ -141,7 +141,7 @@ class UpdateRecords:
         captured: Captured,
         forward: Forward | ActorCritic,
     ) -> list[Imbalance]:
-        """Record what an update is about to apply; return what does not balance, in the main process."""
+        """Record a pending update; returns violated balances in the main process."""
         self._record = None
         found: list[Imbalance] = []
         again = self._score_again(draw, step, forward)
@@ -159,21 +159,21 @@ class UpdateRecords:
         return found
 
     def end_if_strict(self, found: Sequence[Imbalance]) -> None:
-        """End a run that says so, in all processes, where something does not balance.
+        """Stop strict runs in all processes if any balance is violated.
 
         Raises:
-            Unbalanced: with all that does not.
+            Unbalanced: with all violated balances.
         """
         if not self.ends_run or not self.process_group.agree(bool(found), "balances"):
             return
         messages = " ".join(f"{one.message}." for one in found)
-        raise Unbalanced(f"{messages or 'Rank 0 says what does not balance.'} train.strict ends the run here")
+        raise Unbalanced(f"{messages or 'Rank 0 lists the violated balances.'} train.strict ends the run here")
 
     def close_record(self, lr: float, norm: float) -> tuple[float, list[Imbalance]]:
-        """Add how the weights moved; return that as a share of them, and what does not balance in the step itself.
+        """Record weight changes; returns relative movement and balances violated by the step itself.
 
         Raises:
-            Unbalanced: something does not, and that ends the run.
+            Unbalanced: violated balance in a strict run.
         """
         moved = self.weights.after_update(lr, norm)
         record = self._record
@@ -193,7 +193,7 @@ class UpdateRecords:
         return moved["moved"], found
 
     def keep(self, found: Sequence[Imbalance]) -> None:
-        """Store the record of the last update, with the names of the balances that it violates."""
+        """Store the last update record with the names of violated balances."""
         record = self._record
         if record is None or isinstance(self.store, NoRecords):
             return
@@ -239,7 +239,7 @@ class UpdateRecords:
         )
         rows = self._sum_rows(tokens, captured.computed, batch.rows_per_unit)
         facts = self.facts
-        if self._is_changed and facts.sampling is not None:  # rewards were set, or prompts left out, on purpose
+        if self._is_changed and facts.sampling is not None:  # rewards or prompts were changed on purpose
             facts = replace(facts, sampling=replace(facts.sampling, rewards=None, takes_all=False))
         elif draw.is_changed:
             facts = replace(facts, num_given=None)
@@ -257,7 +257,7 @@ class UpdateRecords:
         )
 
     def _with_advantages(self, record: StepRecord) -> StepRecord:
-        """Compute the advantages of a batch once, and the weight of the penalty of the next."""
+        """Compute expected advantages once per batch, and the next penalty weight."""
         if not record.answers:
             return record
         if self._advantages is None:
@@ -275,7 +275,7 @@ class UpdateRecords:
         return replace(record, measured=measured, advantages=self._advantages)
 
     def _sum_rows(self, tokens: TokenRecord, computed: Tensor, rows_per_unit: int) -> RowSums:
-        """Sums over the trained tokens of each row."""
+        """Sum values over each row's trained tokens."""
         mask = tokens.mask
         columns = torch.arange(mask.shape[1])
         counts = mask.sum(dim=1)
@@ -307,7 +307,7 @@ class UpdateRecords:
         )
 
     def _recorded_sampler(self, tokens: TokenRecord) -> Tensor | None:
-        """The sampler's log-probabilities at the trained tokens, from the records of the answers."""
+        """Collect sampler log-probabilities at trained tokens from answer records."""
         sampler = tokens.fields.get("sampler_logprobs")
         if sampler is None or not self._answers:
             return None
@@ -324,7 +324,7 @@ class UpdateRecords:
         return result.masked_scatter(tokens.mask, torch.tensor(flat, dtype=torch.float64))
 
     def _surprise(self, record: StepRecord) -> dict[str, float]:
-        """The sums of ``−log p − H``, where every row of freshly drawn answers was computed."""
+        """Sum ``−log p − H``, if every freshly sampled row was computed."""
         tokens, rows, sampling = record.tokens, record.rows, record.facts.sampling
         if tokens is None or rows is None or sampling is None or tokens.entropy is None:
             return {}
@@ -334,7 +334,7 @@ class UpdateRecords:
         return surprise_of(tokens, rows.computed)
 
     def _score_again(self, draw: TrainBatch, step: int, forward: Forward | ActorCritic) -> dict[str, float]:
-        """Score two answers at the temperature of sampling, where the trainer scores at another one."""
+        """Score two answers at the sampling temperature, if the trainer uses a different one."""
         sampling = self.facts.sampling
         if sampling is None or sampling.at_scored_temperature or sampling.ignores_rules or draw.batch is None:
             return {}
@@ -358,9 +358,9 @@ class UpdateRecords:
 
 
 def stored_rows(rows: RowSums, *, is_first_pass: bool, moves: bool = False) -> dict[str, list[int] | list[float]]:
-    """Return the columns of a record that a file keeps; of later passes those that are not as in the first.
+    """Select columns to store. Later passes store only columns that differ from the first.
 
-    ``moves``: the reference does.
+    ``moves``: moving reference.
     """
     names = ["value", "logprob"]
     if moves and not is_first_pass:
@@ -393,14 +393,14 @@ def _total_or_nan(values: Tensor | None, mask: Tensor) -> Tensor:
 
 
 def _at_first_rows(values: Tensor, rows_per_unit: int) -> Tensor:
-    """``[U]`` as ``[B]``: at the first row of each unit, 0 at the others."""
+    """Expand ``[U]`` to ``[B]``: value at each unit's first row, 0 elsewhere."""
     result = torch.zeros(len(values) * rows_per_unit, dtype=torch.float64)
     result[::rows_per_unit] = values.double()
     return result
 
 
 def _mean_and_spread(values: Tensor | None, mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each row, and the largest distance from it."""
+    """Compute each row's mean and largest deviation."""
     if values is None:
         nothing = torch.full((len(mask),), math.nan, dtype=torch.float64)
         return nothing, torch.zeros_like(nothing)
@@ -410,7 +410,7 @@ def _mean_and_spread(values: Tensor | None, mask: Tensor, counts: Tensor) -> tup
 
 
 def _divergence(one: Tensor | None, other: Tensor | None, mask: Tensor) -> Tensor:
-    """Sums of k3 (Schulman 2020) of log-probabilities of tokens of the first distribution; NaN without them."""
+    """Sum k3 (Schulman 2020) over tokens sampled from the first distribution; NaN if missing."""
     if one is None or other is None:
         return torch.full((len(mask),), math.nan, dtype=torch.float64)
     r = (one.double() - other.double()).clamp(-LARGEST_RATIO, LARGEST_RATIO)

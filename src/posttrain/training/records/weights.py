@@ -1,4 +1,4 @@
-"""A sample of the trained weights, their gradients and their optimizer's moments, before and after an update."""
+"""Sample trained weights, gradients and optimizer moments before and after each update."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from posttrain.balances.of_updates import (
 from posttrain.process_group import own_part
 from posttrain.types import with_float64
 
-NOISE = 1e-4  # of an update: moments that a resumed run reads again are rounded to fp32
+NOISE = 1e-4  # relative to the update; moments reloaded on resume are rounded to fp32
 
 
 def sample_evenly(tensors: Sequence[Tensor]) -> Tensor:
-    """Return evenly spaced values of every tensor, in float64 on the CPU; of sharded ones those held here."""
+    """Take evenly spaced values from every tensor, float64 on CPU. Sharded tensors contribute local values only."""
     parts = []
     for tensor in tensors:
         parts.append(sampled(own_part(tensor.detach()).reshape(-1)))
@@ -38,10 +38,10 @@ def sample_evenly(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(slots=True)
 class WatchedWeights:
-    """The sampled weights of one run. ``parameters``: clipped together by one norm; a critic apart is not among them.
+    """Weight samples for one run. ``parameters``: parameters clipped by a shared norm, excluding a separate critic.
 
-    With AdamW each update is made again on the sample. The moments are read from the optimizer once, when the run
-    begins or is resumed, and then kept here.
+    With AdamW, each update is recomputed on the sample. Moments are read from the optimizer once (at start or resume)
+    and tracked here afterwards.
     """
 
     parameters: Sequence[Parameter]
@@ -57,11 +57,11 @@ class WatchedWeights:
     _sizes: Tensor | None = None
 
     def num_leftover(self) -> int:
-        """Return the number of tensors that hold a gradient before any was computed."""
+        """Count tensors with nonzero gradients before gradients are computed."""
         return sum(bool(sample_evenly([p.grad]).any()) for p in self.parameters if p.grad is not None)
 
     def before_update(self) -> None:
-        """Sample weights and gradients, which are those of all processes; gradients are not clipped yet."""
+        """Sample weights and gradients (summed over processes, not yet clipped)."""
         self._before = sample_evenly(self.parameters)
         if not isinstance(self.optimizer, torch.optim.AdamW):
             return
@@ -76,10 +76,10 @@ class WatchedWeights:
         self._gradients[self._present] = sample_evenly(gradients)
 
     def after_update(self, lr: float, norm: float) -> dict[str, float]:
-        """Return ``moved`` (|Δw| / |w| of the sample) and ``step_size`` (root mean square of the steps).
+        """Compute ``moved`` (|Δw| / |w|) and ``step_size`` (root mean square step) on the sample.
 
-        Where the optimizer is AdamW, also ``update_gap`` (``balances.of_updates.update_gap``), and gradients and steps
-        along a few directions, from which an audit tells whether they are those that it computes.
+        AdamW also gives ``update_gap`` (``balances.of_updates.update_gap``), plus projections of gradients and steps
+        onto a few directions, so audits can compare them with recomputed values.
         """
         after = sample_evenly(self.parameters)
         steps = after - self._before
@@ -100,11 +100,11 @@ class WatchedWeights:
         return measured
 
     def forget(self) -> None:
-        """Read the moments again: the optimizer was given others."""
+        """Reload moments after optimizer state was replaced."""
         self._shadow = None
 
     def _read_moments(self) -> AdamShadow:
-        """The moments as the optimizer has them; decay is of matrices alone."""
+        """Read moments from the optimizer. Only matrices decay."""
         firsts: list[Tensor] = []
         seconds: list[Tensor] = []
         counts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Sources of batches: a data set or rollouts. Rows and random numbers are functions of (seed, step)."""
+"""Batch sources: datasets or rollouts. Rows and random numbers depend only on (seed, step)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
+    """Batch for one step (None if empty), with rollouts to record, metrics and timing.
 
-    ``fresh``: the batch was made for this step, not kept from an earlier one. ``whole``: all rows of the rollout batch
-    that it is a part of. ``given``: what the data say of each row. ``is_changed``: by an intervention.
+    ``fresh``: created for this step instead of reused. ``whole``: full rollout batch containing these rows.
+    ``given``: data for each row. ``is_changed``: modified by an intervention.
     """
 
     batch: Batch | None
@@ -40,9 +40,9 @@ class TrainBatch:
 
 
 class Source:
-    """A source of batches, called with a step; by default it has no state between two steps.
+    """Batch source, called with a step. Stateless between steps by default.
 
-    ``intervention``: a change of one batch, of a future that is played to see what it does (``runs/what_if``).
+    ``intervention``: modifies a single batch in a what-if run (``runs/what_if``).
     """
 
     intervention: Intervention | None = None
@@ -51,59 +51,59 @@ class Source:
         return self.intervention is not None and self.intervention.step == step
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """Return the tensors that updates after ``step`` still need, to be saved."""
+        """Collect tensors needed by updates after ``step``, for checkpoints."""
         return None
 
     def state(self) -> dict[str, float]:
-        """Return the state in addition to the step, as plain data."""
+        """Collect additional state besides the step, as plain data."""
         return {}
 
     def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, float], vocabulary: int = 0) -> None:
-        """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
+        """Restore ``rollout_buffer`` and ``state``, for a model with the given vocabulary size.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: invalid data.
         """
 
     def take_warnings(self) -> list[str]:
-        """Return warnings that were not shown yet."""
+        """Return pending warnings."""
         return []
 
     def wait(self) -> None:
-        """Wait until nothing is being sampled."""
+        """Wait for background sampling."""
 
     def close(self) -> None:
         """Stop background work."""
 
 
 def num_batches(epochs: float, num_examples: int, batch: int) -> int:
-    """Return the number of batches of ``batch`` examples for ``epochs`` of ``num_examples``, rounded up."""
+    """Compute the number of batches with ``batch`` examples in ``epochs`` passes over ``num_examples``, rounded up."""
     return math.ceil(Fraction(epochs).limit_denominator(10**6) * num_examples / batch)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRound:
-    """The rows of one round: their places in the source, and the epoch of each."""
+    """Rows for one round: positions in the source, and epochs."""
 
     places: list[int]
     epochs: list[int]
 
 
 class RowOrder:
-    """Rows of a source in a new order for every epoch; the parts of a mixture take turns by weight, each in its order.
+    """Row order, reshuffled every epoch. Mixture parts alternate by weight, each with a separate order.
 
-    Every batch has its share of each part (``data/mixture.next_turn``). Further rounds of a batch, which replace
-    dropped groups, have the same shares and orders of their own.
+    Every batch contains a fixed proportion from each part (``data/mixture.next_turn``). Additional rounds, which
+    replace dropped groups, have the same proportions but separate orders.
 
     Args:
-        purpose: of the random numbers.
-        size: rows of a batch.
-        parts: those of a mixture, or none.
-        rows: of the source; of a mixture the name of each row's part.
-        further: the number of further rounds of a batch.
+        purpose: purpose string for random numbers.
+        size: rows per batch.
+        parts: mixture parts, or empty.
+        rows: source rows; for mixtures, part names per row.
+        further: number of additional rounds per batch.
 
     Raises:
-        UsageError: a part has no row.
+        UsageError: a part has no rows.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class RowOrder:
         for name, own in zip(self.names, self.rows, strict=True):
             if not own:
                 raise UsageError(
-                    f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
-                    "to learn from. Leave the part out, or make room for it (data.max_length, prompt.max_prompt_tokens)"
+                    f"task.parts: no usable examples in part {name!r}: all are too long, or have nothing "
+                    "to learn from. Remove this part, or raise the limits (data.max_length, prompt.max_prompt_tokens)"
                 )
-        self._batch = 0  # the last one that was asked for
-        self._given = [0] * len(self.names)  # how many rows each part gave before it
+        self._batch = 0  # last requested batch
+        self._given = [0] * len(self.names)  # rows drawn from each part before this batch
 
     def round_of(self, batch: int, attempt: int = 0) -> DrawnRound:
-        """Return the rows of round ``attempt`` of a batch, both from 0."""
+        """List rows for round ``attempt`` in a batch, both counted from 0."""
         given = self._given_before(batch)
         parts = self._parts(list(given))
         purpose = self.purpose
@@ -150,7 +150,7 @@ class RowOrder:
         return drawn
 
     def _given_before(self, batch: int) -> list[int]:
-        """Return how many rows each part gives before a batch, counted on from the last one that was asked for."""
+        """Count rows drawn from each part before a batch, continuing from the last request."""
         if batch < self._batch:
             self._batch = 0
             self._given = [0] * len(self.names)
@@ -160,7 +160,7 @@ class RowOrder:
         return list(self._given)
 
     def _parts(self, turns: list[int]) -> list[int]:
-        """Return the parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
+        """List parts for a batch's rows in order, and update ``turns`` (rows drawn per part)."""
         if len(turns) == 1:
             turns[0] += self.size
             return [0] * self.size

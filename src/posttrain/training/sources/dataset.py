@@ -1,4 +1,4 @@
-"""The source of supervised training: rows of a task, in an order that is a function of (seed, epoch)."""
+"""Supervised data source: task rows in an order that depends only on (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "p
 
 
 class Labels:
-    """Labels of given answers: 1 desirable, 0 not.
+    """Answer labels: 1 desirable, 0 undesirable.
 
-    Of two answers, the one with the higher score is desirable. Any other score is a label where it is 0 or 1. A rating
-    becomes a label only by the threshold ``data.label_above``, which then decides about pairs, too.
+    In pairs, the answer with the higher score is desirable. Other scores are used directly if they equal 0 or 1.
+    Ratings require the threshold ``data.label_above``, which then also applies to pairs.
     """
 
     def __init__(self, label_above: float | None) -> None:
         self.label_above = label_above
         self._scores: list[float] = []
-        self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
+        self._rated: tuple[str, float] | None = None  # first rated answer, if no threshold is set
 
     def label(self, example: Example, row: TokenRow) -> tuple[TokenRow, ...] | str:
-        """Return the row of one answer with its label in place of its score, or the reason why it has none."""
+        """Replace an answer's score by a label, or explain why this is impossible."""
         self._scores.append(row.score)
         if self.label_above is not None:
             return (replace(row, score=float(row.score > self.label_above)),)
@@ -56,40 +56,39 @@ class Labels:
             if scores[0] != scores[1]:
                 return (replace(row, score=float(row.score == max(scores))),)
             if scores[0] not in (0.0, 1.0):
-                return "both answers of a pair have the same score"
+                return "both answers in a pair have the same score"
         if row.score not in (0.0, 1.0):
             self._rated = self._rated or (example.id, row.score)
         return (row,)
 
     def check(self, task: str, labels: Sequence[float], *, needs_both: bool) -> None:
-        """Refuse ratings without a threshold, and (``needs_both``) labels that are all the same.
+        """Reject ratings without a threshold, and (``needs_both``) identical labels.
 
         Raises:
-            RecipeError: see above; with the range of the scores.
+            RecipeError: as above, with the score range.
         """
-        scale = f"the scores of task {task!r} are from {min(self._scores):g} to {max(self._scores):g}"
+        scale = f"scores in task {task!r} range from {min(self._scores):g} to {max(self._scores):g}"
         if self._rated is not None:
             name, score = self._rated
             raise RecipeError(
-                f"data.label_above: {scale} (the first: {score:g} in {name}), so they are ratings and no labels. Set "
-                "data.label_above: an answer with a higher score is then desirable, any other is not"
+                f"data.label_above: {scale} (the first: {score:g} in {name}), so they are ratings, not labels. Set "
+                "data.label_above: answers with a higher score are then desirable, all others undesirable"
             )
         if needs_both and len(set(labels)) == 1:
             kind = "desirable" if labels[0] else "undesirable"
             threshold = "" if self.label_above is None else f" with data.label_above {self.label_above:g}"
             raise RecipeError(
-                f"task: all {len(labels):,} answers are {kind}{threshold}, and nothing can be learnt from one label; "
-                f"{scale}. Give answers of both kinds, or a data.label_above that divides them"
+                f"task: all {len(labels):,} answers are {kind}{threshold}, but training needs both labels; "
+                f"{scale}. Add answers of the other kind, or set data.label_above between their scores"
             )
 
 
 class SupervisedSource(Source):
-    """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
+    """Task rows, ``data.batch_size`` units per step, in an order that depends only on (seed, epoch).
 
-    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed fields
-    (reference log-probabilities) are computed once for the units that the run will see, and kept in the folder
-    ``cache`` with a hash of the rows and of the reference. ``draws``: False where no batch is asked for by its step,
-    but those of a held-out evaluation.
+    ``shape``: unit type (demonstration, judged answer, pair, or answer with step labels). Fixed fields (reference
+    log-probabilities) are computed once for units used by the run, and cached in ``cache`` with a hash over rows and
+    reference. ``draws``: False for held-out evaluation, which requests units directly.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class SupervisedSource(Source):
         self.num_repeated = num_repeated(task.examples)
         self.origin = task.origin
         self.units: list[tuple[TokenRow, ...]] = []
-        unit_parts = list[str]()  # of a mixture
+        unit_parts = list[str]()  # in a mixture
         limit = min(recipe.data.max_length, context_tokens)
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
         labels = Labels(recipe.data.label_above)
@@ -143,7 +142,7 @@ class SupervisedSource(Source):
             from posttrain.training.sources.remedies import Trial
 
             dropped += Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
-            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {dropped}")
+            raise UsageError(f"task {task.name!r}: no rows left to train on; dropped: {dropped}")
         self.num_examples = len(self.units)
         self.size = self._describe_size(task)
         if shape == "judged":
@@ -155,20 +154,20 @@ class SupervisedSource(Source):
 
     @staticmethod
     def _limit_name(data: DataSection, limit: int) -> str:
-        """Return what sets the limit of a row's tokens."""
+        """Name the setting that limits row length."""
         if limit == data.max_length:
             return "data.max_length"
         return "the model's context"
 
     def _describe_size(self, task: Task) -> str | None:
-        """Return a line where examples have several units: solutions of one problem, turns of one conversation."""
+        """Describe examples with multiple units: solutions per problem, turns per conversation."""
         num_dropped = sum(self.dropped.values()) - sum(task.dropped.values())
         if len(self.units) == len(task.examples) - num_dropped:
             return None
         return f"{len(self.units):,} {UNIT_NAMES[self.shape]} of {len(task.examples):,} examples"
 
     def __call__(self, step: int) -> TrainBatch:
-        """Return the rows of update number ``step`` (1-based)."""
+        """Build the batch for update ``step`` (1-based)."""
         turn = self.order.round_of(step - 1)
         numbers = list(range(len(turn.places)))
         if self.intervention is not None:
@@ -181,7 +180,7 @@ class SupervisedSource(Source):
         return TrainBatch(batch, given=given, is_changed=self._is_changed(step))
 
     def _trained_places(self, row: TokenRow) -> list[int]:
-        """The positions of a row that are to be trained, as the row says it."""
+        """Find a row's positions to train on."""
         if self.shape == "steps":
             return sorted(row.step_labels)
         first = row.prompt_length
@@ -190,18 +189,18 @@ class SupervisedSource(Source):
         return [t for t in range(first, len(row.ids)) if t not in row.heard]
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """Return the number of steps of ``epochs``, rounded up, and a line about it."""
+        """Compute the number of steps in ``epochs``, rounded up, with a description."""
         steps = num_batches(epochs, self.num_examples, self.batch)
         passes = "pass" if epochs == 1 else "passes"
         over = f"{epochs:g} {passes} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
-        """Return the given units as a batch with all its fields."""
+        """Build a batch with all fields from the given units."""
         batch = self._collated(chosen)
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
-            self._fill_missing(name, chosen, of_row)  # of a step that the recipe does not have
+            self._fill_missing(name, chosen, of_row)  # for a step outside the recipe
             trained = torch.cat([of_row[row] for row in rows])
             batch.fields[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
         batch.answers = torch.tensor(rows)
@@ -210,7 +209,7 @@ class SupervisedSource(Source):
         return self.batch_fields.before_step(self.batch_fields(batch))
 
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
-        """Describe the share of the tokens that is trained, and the conversations that became several examples."""
+        """Describe the fraction of trained tokens, and conversations split into multiple examples."""
         rows = [row for unit in self.units for row in unit]
         starts = [1 if self.train_all else row.prompt_length for row in rows]
         trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
@@ -224,17 +223,17 @@ class SupervisedSource(Source):
             has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
             share += f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
         if apart := sum(row.is_apart for row in rows):
-            what = "examples are single turns of conversations, whose earlier turns the template writes anew"
+            what = "examples are single conversation turns, because the template rewrites earlier turns"
             share += f"; {apart:,} {what}"
         return share
 
     def _describe_scores(self, num_tokens: int, num_rows: int) -> str:
-        """Describe what a reward model's loss is a mean of; empty of a policy, whose tokens are trained."""
+        """Describe how a reward model's loss is averaged; empty for policies, which train on tokens."""
         scores = self._objective_traits.get("scores")
         if scores == "process":
-            return f"{num_tokens:,} labelled steps of {num_rows:,} solutions are judged, one score each"
+            return f"{num_tokens:,} labelled steps in {num_rows:,} solutions are scored, one score each"
         if scores == "outcome" and self._scores_all_tokens:
-            return f"{num_tokens:,} tokens of {num_rows:,} answers are scored, each by the label of its answer"
+            return f"{num_tokens:,} tokens in {num_rows:,} answers are scored, each with its answer's label"
         if scores:
             return f"{num_rows:,} answers are scored, each at its last token"
         return ""
@@ -258,14 +257,14 @@ class SupervisedSource(Source):
             fields = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
         if self.shape == "demonstration":
             fields = {}
-        # a prompt that is trained on itself cannot be shared
+        # prompts that are trained on cannot be shared
         prefix = 0 if self.train_all else row.prompt_length
         return Sample(row.ids, mask, group=slot, prefix=prefix, fields=fields)
 
     def _fill_fixed(
         self, train: TrainSection, num_evaluated: int, cache: Path | None, draws: bool
     ) -> dict[str, list[Tensor]]:
-        """Return the fixed batch fields by name, with the numbers of each row that is drawn, or else evaluated."""
+        """Compute fixed batch fields for all rows to draw or evaluate."""
         if self.batch_fields is None or not self.batch_fields.fixed:
             return {}
         if draws:
@@ -276,7 +275,7 @@ class SupervisedSource(Source):
         return {name: self._fill_once(name, seen, cache and cache / f"{name}.safetensors") for name in names}
 
     def _seen_units(self, train: TrainSection) -> list[int]:
-        """Return the units that the steps of a run draw, in ascending order."""
+        """List units used by the run's steps, in ascending order."""
         steps = train.steps
         if train.num_epochs is not None:
             steps, _ = self.length_of(train.num_epochs)
@@ -289,12 +288,12 @@ class SupervisedSource(Source):
         return sorted(seen)
 
     def _fill_once(self, name: str, seen: Sequence[int], cache: Path | None) -> list[Tensor]:
-        """Return a batch field's numbers at the trained tokens of each row; nothing for rows of units not in ``seen``.
+        """Compute a batch field at each row's trained tokens; empty for units outside ``seen``.
 
-        A run that is resumed with more steps computes only the units that it had not seen.
+        Runs resumed with more steps compute only new units.
         """
         assert self.batch_fields is not None
-        assert self.batch_fields.reference is not None, "the reference is built where a batch field needs it"
+        assert self.batch_fields.reference is not None, "batch fields with a reference build one"
         digest = hashlib.sha256(f"{self.batch_fields.reference.fingerprint()} {self.shape} {self.train_all}".encode())
         for unit in self.units:
             for row in unit:
@@ -314,7 +313,7 @@ class SupervisedSource(Source):
         return of_row
 
     def _fill_missing(self, name: str, units: Sequence[int], of_row: list[Tensor]) -> bool:
-        """Compute a batch field's numbers of those ``units`` that have none in ``of_row``; return whether any had."""
+        """Compute a batch field for ``units`` missing from ``of_row``; returns True if anything was computed."""
         assert self.batch_fields is not None
         each = self.rows_per_unit
         missing = [unit for unit in units if not any(len(x) for x in of_row[unit * each : (unit + 1) * each])]
@@ -333,7 +332,7 @@ class SupervisedSource(Source):
 
 
 def _counted(examples: Sequence[Example]) -> Iterator[Example]:
-    """Yield the examples, and say how many were."""
+    """Yield examples and count them."""
     with phase("encoding", len(examples), "examples") as encoded:
         for example in examples:
             yield example
@@ -341,9 +340,9 @@ def _counted(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
-    """Return the numbers of each row under ``key``, none for rows that were not computed.
+    """Load cached rows under ``key``; rows without computed values are empty.
 
-    None if the file is missing, damaged, or of other rows.
+    None if the file is missing, damaged, or belongs to different rows.
     """
     try:
         stored = load_file(cache) if cache.is_file() else {}

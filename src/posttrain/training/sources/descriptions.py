@@ -1,4 +1,4 @@
-"""Metrics of the answers of a rollout batch, and of the selection among them."""
+"""Metrics for rollout batches and selection."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from posttrain.types import Rollout
 
 
 def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
-    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
+    """Compute means over all completions. ``uniform_groups``: fraction of prompts with equal rewards.
 
-    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` are over the answers with a gold answer.
-    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
-    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
-    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
-    ``environment_failures`` ended, or that were ``played_again``.
+    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` cover only answers with a gold answer.
+    ``grading_failures``: fraction with interrupted grading. Lengths count only model tokens. ``truncated``: fraction
+    cut off by a limit; environments divide it into ``out_of_turns`` and ``tool_failed`` and add ``num_turns``,
+    ``num_calls``, ``failed_calls`` (fraction of calls), ``environment_failures`` and ``played_again`` (fractions of
+    completions).
     """
     everything = [r for group in groups for r in group]
     played = [[r for r in group if not r.has_failed] for group in groups]
@@ -59,7 +59,7 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
 
 
 def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of the sets that truncation kept, where answers have them."""
+    """Compute metrics for kept sets, if truncated sampling is used."""
     sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
     num_drawn = sum(r.completion.num_own for r in rollouts)
     if not sets or not num_drawn:
@@ -69,7 +69,7 @@ def _describe_sets(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of turns and calls, where there are any."""
+    """Compute metrics for turns and tool calls, if present."""
     info: dict[str, float] = {}
     if any(r.turns for r in played):
         calls = [call for r in played for turn in r.turns for call in turn.calls]
@@ -87,7 +87,7 @@ def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) ->
 def describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
-    """Return metrics of the selection."""
+    """Compute selection metrics."""
     info = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
     advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
     if len(advantages):

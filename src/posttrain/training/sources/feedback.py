@@ -1,4 +1,4 @@
-"""Additions to the prompt of a model that teaches itself: a solution, a right answer or feedback."""
+"""Extend prompts for self-teaching with a solution, a correct answer, or feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.data.render import Template, encode_prompt
 from posttrain.types import Batch, Example, Rollout, Sample, Tokenizer, collate
 
 Sees = Literal["right_sample", "solution", "response", "environment"]
-# The wording is ours.
+# Wording written for this project.
 SOLUTION = "{question}\n\nCorrect solution:\n\n{shown}\n\nCorrectly solve the original question.\n\n{question}"
 RESPONSE = (
     "{question}\n\nAn example of a response:\n\n{shown}\n\n"
@@ -34,11 +34,11 @@ _SHOWN: dict[Sees, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Puts what the teacher ``sees`` into the prompt, by ``prompt_format`` (``teacher.prompt_format``).
+    """Insert information for the teacher (``sees``) into prompts, using ``prompt_format`` (``teacher.prompt_format``).
 
-    ``right_sample``: the first other answer of the group whose reward is above ``label_above``. ``solution`` and
-    ``response``: of the row (``solution_of``, ``response_of``). ``environment``: its feedback on this very answer. Rows
-    for which there is nothing, or no room, keep their own prompt and count as without feedback.
+    ``right_sample``: first other answer in the group with a reward above ``label_above``. ``solution`` and
+    ``response``: from the dataset (``solution_of``, ``response_of``). ``environment``: feedback on this answer. Rows
+    without such information, or without enough room, keep their prompt and count as having no feedback.
 
     Sources: Hübotter et al. (2026, SDPO) for samples and environments, Shenfeld et al. (2026, SDFT) for responses,
     Zhao et al. (2026, OPSD) for solutions.
@@ -52,7 +52,7 @@ class Feedback:
     prompt_format: str | None = None
 
     def rewrite(self, groups: Sequence[Sequence[Rollout]], rows: Sequence[tuple[int, int]]) -> tuple[Batch, Tensor]:
-        """Return the rows as the teacher reads them, and ``has_feedback`` ``float32 [B]``."""
+        """Build teacher rows and ``has_feedback`` ``float32 [B]``."""
         samples, has_feedback = [], []
         for index, (n, g) in enumerate(rows):
             rollout = groups[n][g]
@@ -69,7 +69,7 @@ class Feedback:
         return collate(samples), torch.tensor(has_feedback)
 
     def _shown_to(self, group: Sequence[Rollout], place: int) -> str | None:
-        """Return what the teacher of one answer of a group sees; None if there is nothing."""
+        """Find the information shown to the teacher for one answer; None if unavailable."""
         rollout = group[place]
         if self.sees == "solution":
             return solution_of(rollout.example)
@@ -89,13 +89,14 @@ class Feedback:
         wanted = self.prompt_format
         if wanted is None:
             wanted = _SHOWN[self.sees]
-        text = _PLACES.sub(lambda place: texts[place[1]], wanted)  # once: a text may hold a place's name
+        # single pass, because inserted text may contain a placeholder
+        text = _PLACES.sub(lambda place: texts[place[1]], wanted)
         messages[-1] = replace(messages[-1], content=text)
         return encode_prompt(self.tokenizer, self.template, messages, rollout.example.variables)
 
 
 def solution_of(example: Example) -> str | None:
-    """Return the worked solution of a row and its gold answer, whichever it has; None without either."""
+    """Combine a row's worked solution and gold answer, if present; None without either."""
     parts = []
     if example.solution is not None:
         parts.append(example.solution)
@@ -107,7 +108,7 @@ def solution_of(example: Example) -> str | None:
 
 
 def response_of(example: Example) -> str | None:
-    """Return the response that a row gives: its demonstration, else its best response; None without either."""
+    """Find a row's response: its demonstration, or its best response; None without either."""
     if example.demonstration is not None:
         return example.demonstration
     if not example.responses:

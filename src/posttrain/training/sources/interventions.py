@@ -1,4 +1,4 @@
-"""A change of one batch, on purpose: prompts that are not trained on, rewards that are set."""
+"""Modify one batch on purpose: drop prompts or set rewards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posttrain.training.sources.stored import Groups
 
 @dataclass(frozen=True, slots=True)
 class Intervention:
-    """The batch of ``step`` without the ``dropped`` prompts, and with ``rewards`` set.
+    """Change the batch at ``step``: drop ``dropped`` prompts and set ``rewards``.
 
-    Prompts are numbered from 0 in the order in which the step drew them, which is that of its records, and so are the
-    answers to each. In supervised training a prompt is an example of the batch.
+    Prompts are numbered from 0 in sampling order, as in the records, and so are answers per prompt. In supervised
+    training, a prompt is one example in the batch.
     """
 
     step: int
@@ -22,7 +22,7 @@ class Intervention:
     rewards: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def set_rewards(self, step: int, sampled: Groups) -> None:
-        """Set the rewards of the answers that are sampled so far, in place; of another step none."""
+        """Set rewards for sampled answers in place, at this step only."""
         if step != self.step:
             return
         for (prompt, answer), reward in self.rewards.items():
@@ -31,10 +31,10 @@ class Intervention:
                 sampled[prompt][answer].is_scored = True
 
     def keep(self, step: int, sampled: Groups, chosen: Groups) -> Groups:
-        """Return the chosen groups that are trained on; of another step all.
+        """Filter the groups to train on; other steps keep all.
 
         Raises:
-            UsageError: the step has no such prompt or answer, did not train on it, or has no other.
+            UsageError: unknown prompt or answer, prompt not trained on, or no prompts left.
         """
         if step != self.step:
             return chosen
@@ -51,19 +51,19 @@ class Intervention:
             self._check_place(what, prompt, len(sampled))
             if not any(group is sampled[prompt] for group in chosen):
                 raise UsageError(
-                    f"{what}: step {step} did not train on it, so it cannot be dropped. Give another prompt"
+                    f"{what}: step {step} did not train on it, so it cannot be dropped. Choose a different prompt"
                 )
             gone.add(id(sampled[prompt]))
         kept = [group for group in chosen if id(group) not in gone]
         if not kept:
-            raise UsageError(f"drop prompt: step {step} trains on no other prompt. Keep one")
+            raise UsageError(f"drop prompt: step {step} would have no prompts left. Keep at least one")
         return kept
 
     def keep_units(self, step: int, units: Sequence[int]) -> list[int]:
-        """Return the units of a supervised batch that are trained on; of another step all.
+        """Filter supervised units to train on; other steps keep all.
 
         Raises:
-            UsageError: the step has no such unit, or no other.
+            UsageError: unknown unit, or no units left.
         """
         if step != self.step:
             return list(units)
@@ -71,7 +71,7 @@ class Intervention:
             self._check_place(f"drop prompt:{number}", number, len(units))
         kept = [unit for number, unit in enumerate(units) if number not in self.dropped]
         if not kept:
-            raise UsageError(f"drop prompt: step {step} trains on no other prompt. Keep one")
+            raise UsageError(f"drop prompt: step {step} would have no prompts left. Keep at least one")
         return kept
 
     def _check_place(self, what: str, prompt: int, count: int) -> None:

@@ -1,11 +1,11 @@
-"""Rollout batches that are sampled before they are trained on, on a schedule (``rollout.staleness``).
+"""Prefetch rollout batches on a schedule (``rollout.staleness``).
 
-Version v of the weights is trained by v rollout batches. With staleness S batch b (from 0) is sampled with version
-max(0, b − S): before the updates of batch c, batch c + S is sampled and kept here.
+Weights version v has been trained on v rollout batches. With staleness S, batch b (from 0) is sampled with version
+max(0, b − S): before updating on batch c, batch c + S is sampled and stored.
 
-An engine over the trainer's own weights samples at once; a checkpoint stores the batches kept, so that a resumed
-run equals the undisturbed one bit for bit. A server samples in a thread while the trainer works; a checkpoint stores
-what is done, and the rest is sampled again from the same seeds, with the weights of then.
+Engines that share trainer weights sample immediately. Checkpoints store pending batches, so resumed runs match
+uninterrupted runs bit for bit. Servers sample in a background thread. Checkpoints then store finished batches, and the
+remaining ones are sampled again with the same seeds but newer weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from posttrain.process_group import SINGLE_PROCESS
 from posttrain.training.sources.rollouts import RolloutSource
 from posttrain.training.sources.stored import START_AGAIN, Drawn, check_written, read_drawn, write_drawn
 
-HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
+HELD = "ahead"  # JSON bytes in a checkpoint's rollout buffer
 UNTIMED = {"generate_seconds": 0.0, "score_seconds": 0.0}
-NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
+NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not contain this run's prefetched batches"
 
 
 class PrefetchSource(RolloutSource):
-    """A rollout source with prefetched batches.
+    """Rollout source with prefetched batches.
 
-    ``in_thread``: the engine computes elsewhere; the main process samples for all of the process group, and sends
-    the others the result.
+    ``in_thread``: the engine runs elsewhere, so the main process samples for the whole process group and sends
+    results.
     """
 
     def __init__(self, *arguments: Any, in_thread: bool = False, **options: Any) -> None:
@@ -47,19 +47,19 @@ class PrefetchSource(RolloutSource):
         steps = self.train.steps
         if steps is None:
             steps, _ = self.length_of(self.train.num_epochs or 0.0)
-        self._last = -(-steps // self.updates) - 1  # the last batch of the run
+        self._last = -(-steps // self.updates) - 1  # last batch in the run
         self._waiting: dict[int, Future[Drawn]] = {}
-        self._next = 0  # the first batch that was not begun
+        self._next = 0  # first batch not yet started
 
     def wait(self) -> None:
         wait(list(self._waiting.values()))
 
     def take(self, step: int, cycle: int) -> Drawn:
-        """Return rollout batch ``cycle``, whose first update is ``step``, and begin those that are due.
+        """Get rollout batch ``cycle``, first used in update ``step``, and start batches that are due.
 
         Raises:
-            PosttrainError: it could not be sampled or graded.
-            CheckpointError: the run was resumed from a checkpoint that has not got it.
+            PosttrainError: sampling or grading failed.
+            CheckpointError: batch missing from the checkpoint on resume.
         """
         self.wait()
         receives = self._thread is not None and not self.everyone.is_main
@@ -74,7 +74,7 @@ class PrefetchSource(RolloutSource):
         for batch in begun:
             self._begin(batch, cycle)
         if cycle not in self._waiting:
-            raise CheckpointError(f"{NOT_OURS} (there is no batch {cycle}); {START_AGAIN}")
+            raise CheckpointError(f"{NOT_OURS} (batch {cycle} is missing); {START_AGAIN}")
         started = time.perf_counter()
         drawn = self._waiting[cycle].result()
         drawn.timing |= {"sync_seconds": syncing, "waited_seconds": time.perf_counter() - started}
@@ -85,18 +85,18 @@ class PrefetchSource(RolloutSource):
         return drawn
 
     def _due(self, cycle: int) -> list[int]:
-        """Return the batches to begin with the current weights."""
+        """List batches to start with current weights."""
         for batch in [b for b in self._waiting if b < cycle]:
             del self._waiting[batch]
         last = min(cycle + self.options.staleness, max(cycle, self._last))
-        # a server that failed on the way has the weights of now, and is asked once more
+        # after a server failure, retry once with current weights
         lost = [b for b, waiting in self._waiting.items() if waiting.done() and type(waiting.exception()) is RunFailure]
         due = range(max(self._next, cycle), last + 1)
         self._next = max(self._next, due.stop)
         return [*lost, *due]
 
     def _begin(self, batch: int, version: int) -> None:
-        """Sample a batch with the current weights, which are ``version``."""
+        """Sample a batch with current weights (``version``)."""
 
         def sample() -> Drawn:
             self.engine.in_background = self._thread is not None
@@ -110,7 +110,7 @@ class PrefetchSource(RolloutSource):
         self._waiting[batch] = _done(sample()) if self._thread is None else self._thread.submit(sample)
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """See ``Source.rollout_buffer``: the sampled batches that the first ``step`` updates did not train on, too."""
+        """See ``Source.rollout_buffer``. Also includes sampled batches not used in the first ``step`` updates."""
         buffer = super().rollout_buffer(step)
         if not self.everyone.is_main:
             return buffer

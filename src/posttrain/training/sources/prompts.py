@@ -1,4 +1,4 @@
-"""Prompts to sample from: examples that a task makes on demand are made, and encoded, when they are drawn."""
+"""Prompts for sampling. Examples generated on demand are created and encoded when drawn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.data.render import Template, encode_prompt
 from posttrain.types import Example, Tokenizer
 
-NUM_PROBED = 256  # examples made on demand, of each part of a mixture
+NUM_PROBED = 256  # on-demand examples per mixture part
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """A prompt that was drawn; ``index``: of its example in the task."""
+    """Drawn prompt; ``index``: example index in the task."""
 
     index: int
     example: Example
@@ -23,17 +23,17 @@ class DrawnPrompt:
 
 
 class Prompts:
-    """The prompts of a task that have at most ``limit`` tokens, by their place in ``indices``.
+    """Task prompts with at most ``limit`` tokens, addressed by position in ``indices``.
 
-    Examples in memory are all encoded at the start, and those that are too long are left out. Of examples that are
-    made on demand the first ``NUM_PROBED`` are. If these fit, the others are taken to fit until they are drawn; one
-    that does not is then replaced by the next one that fits, of the same part of a mixture. If one of these is too
-    long, all are encoded at the start.
+    In-memory examples are all encoded at startup, and long ones are dropped. For on-demand examples, the first
+    ``NUM_PROBED`` are encoded. If all of these fit, remaining prompts are checked only when drawn, and a long one is
+    replaced by the next prompt that fits (from the same mixture part). If any probed prompt is too long, all examples
+    are encoded at startup.
 
     Attributes:
-        indices: of the examples of the task, in its order.
-        num_left_out: examples that were found to be too long at the start.
-        replaced: indices of examples that were found to be too long when they were drawn.
+        indices: example indices in task order.
+        num_left_out: number of long examples found at startup.
+        replaced: indices of long examples found when drawn.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, template: Template, limit: int) -> None:
@@ -47,7 +47,7 @@ class Prompts:
 
     @property
     def parts(self) -> Sequence[object]:
-        """The name of the part of each prompt, in a mixture; else the prompts' indices."""
+        """Mixture part name for each prompt; without a mixture, prompt indices."""
         examples = self.task.examples
         if not self.task.parts:
             return self.indices
@@ -56,7 +56,7 @@ class Prompts:
         return [examples[index].meta["part"] for index in self.indices]
 
     def draw(self, place: int) -> DrawnPrompt:
-        """Make and encode the prompt at ``place``.
+        """Create and encode the prompt at ``place``.
 
         Raises:
             UsageError: as ``encode_prompt``.
@@ -70,10 +70,10 @@ class Prompts:
         raise AssertionError("one of the probed prompts fits")
 
     def at(self, index: int) -> DrawnPrompt:
-        """Make and encode the prompt of example ``index``.
+        """Create and encode the prompt for example ``index``.
 
         Raises:
-            LookupError: there is no such example, or its prompt is too long.
+            LookupError: unknown example, or prompt too long.
         """
         prompt = self._encoded(index)
         if len(prompt.ids) > self.limit:
@@ -89,7 +89,7 @@ class Prompts:
         return len(self._encoded(index).ids) <= self.limit
 
     def _from(self, place: int) -> Iterator[int]:
-        """Yield the index of ``place``, then those that follow it, of the same part and not known to be too long."""
+        """Yield the index at ``place`` and following ones from the same part, except those known to be too long."""
         size = len(self.indices)
         part = self._part_of(self.indices[place])
         for step in range(size):
@@ -104,9 +104,9 @@ class Prompts:
         return ""
 
     def _fitting(self) -> Sequence[int]:
-        """Return the indices of the examples that fit, or that are not encoded yet."""
+        """List indices that fit or are not yet encoded."""
         examples = self.task.examples
-        unread: set[str] = set()  # parts whose prompts are encoded when they are drawn
+        unread: set[str] = set()  # parts encoded when drawn
         if isinstance(examples, ExamplesOnDemand):
             unread = self._parts_to_draw(examples)
         if unread == {""}:
@@ -120,7 +120,7 @@ class Prompts:
         return indices
 
     def _parts_to_draw(self, examples: ExamplesOnDemand) -> set[str]:
-        """Return the parts that are made on demand, are larger than the probe, and whose probed prompts all fit."""
+        """Find on-demand parts that exceed the probe size and whose probed prompts all fit."""
         by_part: dict[str, list[int]] = {}
         for index in range(len(examples)):
             by_part.setdefault(self._part_of(index), []).append(index)

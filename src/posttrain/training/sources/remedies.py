@@ -1,4 +1,4 @@
-"""Keys that would take rows of which none can be used: each key is tried on the rows before it is suggested."""
+"""Suggest settings, tried on the data first, if a recipe rejects all rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.types import Example, Tokenizer
 
 MAX_TRIED = 64  # rows
-# In the order in which they are tried; the first that takes the most rows is suggested.
+# Tried in order; the first one with the most usable rows is suggested.
 _TEMPLATES = ("chat", "plain", "dialogue", "document", "boxed", "r1_zero", "xml_reasoning")
 _TRAIN_ON: tuple[TrainOn, ...] = ("assistant", "response", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Rows that a recipe left none of. ``context_tokens``: of the model."""
+    """Rows rejected by a recipe. ``context_tokens``: model context length."""
 
     recipe: Recipe
     examples: Sequence[Example]
@@ -31,11 +31,11 @@ class Trial:
 
     @property
     def tried(self) -> list[Example]:
-        """The first rows."""
+        """First rows in the data."""
         return [self.examples[i] for i in range(min(MAX_TRIED, len(self.examples)))]
 
     def of_rows(self, shape: Shape) -> str:
-        """Return a sentence about the key that would let given answers be used; empty if none does."""
+        """Suggest a key that makes given answers usable; empty if none does."""
         data = self.recipe.data
         assert data is not None
         limit = min(data.max_length, self.context_tokens)
@@ -61,7 +61,7 @@ class Trial:
         return self._of_both(shape, limit, prompt_limit)
 
     def of_prompts(self) -> str:
-        """Return a sentence about the key that would let prompts be sampled from; empty if none does."""
+        """Suggest a key that makes prompts usable; empty if none does."""
         allowed = self.recipe.prompt.max_prompt_tokens or self.context_tokens
         limit = min(allowed, self.context_tokens - 1)
         lengths = list(self._prompt_lengths(self.template))
@@ -78,7 +78,7 @@ class Trial:
         return f". The model's context has {self.context_tokens:,} tokens{shortest}; take a longer one"
 
     def _of_both(self, shape: Shape, limit: int, prompt_limit: int) -> str:
-        """The template that takes rows once there is room for them, with the key that makes it."""
+        """Suggest a template together with a length setting."""
         assert self.recipe.data is not None
         for name in _TEMPLATES:
             try:
@@ -114,7 +114,7 @@ class Trial:
         return f". Set {' and '.join(keys)}, {taken}"
 
     def _best(self, count: Callable[[Template], int]) -> str:
-        """The template that takes the most rows."""
+        """Suggest the template with the most usable rows."""
         best = ""
         most = 0
         for name in _TEMPLATES:
@@ -122,7 +122,7 @@ class Trial:
                 continue
             try:
                 taken = count(registry.find("template", name).bind({})())
-            except PosttrainError:  # this tokenizer has no chat template, or the rows need another one
+            except PosttrainError:  # tokenizer without a chat template, or rows that need a different template
                 continue
             if taken > most:
                 best = name

@@ -1,7 +1,7 @@
-"""The source of reinforcement learning: samples with the current weights, grades, selects, computes advantages.
+"""Reinforcement learning source: sample with current weights, grade, select, and compute advantages.
 
-One rollout batch serves several updates. With a batch as large as the run it is the source of preference learning and
-of rejection sampling from the model's own answers, too.
+Each rollout batch serves multiple updates. A single batch for the whole run gives preference learning or rejection
+sampling on model answers.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ if TYPE_CHECKING:
     from posttrain.sampling.episodes import Stage
     from posttrain.training.sources.feedback import Feedback
 
-NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
-NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
+NO_GOLD = "no example in this batch has a gold answer, so the reward 'correct' is always 0"
+NOTHING_SELECTED = (
+    "nothing in this rollout batch is selected for training (rollout.select), so its updates change nothing"
+)
 ALL_MASKED = (
-    "every answer of this rollout batch was cut off, and rollout.mask_truncated leaves such answers out: its updates "
+    "every answer in this rollout batch was truncated, and rollout.mask_truncated excludes these. Its updates "
     "change nothing. Raise rollout.max_tokens"
 )
 NOTHING_PLAYED = (
-    "no group of this rollout batch has two answers whose environment did not fail: its updates change nothing"
+    "in this rollout batch, no group has two answers without environment failures, so its updates change nothing"
 )
 UNSCORED = (
-    "every reward returned None for some answers of a batch: they are left out of the comparison with their group, and "
+    "every reward returned None for some answers in a batch. These are excluded from group comparisons, and "
     "their advantage is 0 (metric no_reward)"
 )
 NOTHING_SHOWN = (
-    "no row of this rollout batch has what its teacher is to see (teacher.sees), or room for it: the teacher reads what"
-    " the student reads"
+    "no row in this rollout batch has the extra information for its teacher (teacher.sees), or enough room for it, so"
+    " teacher and student read the same prompts"
 )
-OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
+OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics per mixture part
 
 
 class RolloutSource(Source):
-    """Samples and grades completions with the current weights; one batch serves ``train.ppo_epochs`` ×
-    ``train.num_minibatches`` updates.
+    """Rollout source. Each batch serves ``train.ppo_epochs`` × ``train.num_minibatches`` updates.
 
-    Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
-    selection, whose units have ``rows_per_unit`` rows.
+    Prompts are split into minibatches in an order that depends only on (seed, rollout batch, epoch). ``select``
+    returns units with ``rows_per_unit`` rows.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class RolloutSource(Source):
         self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
         self.batch_fields = fields
         self.feedback = feedback
-        self.process_group = fields.process_group  # of the processes that sample together
+        self.process_group = fields.process_group  # processes that sample together
         limit = min(self.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.prompts = Prompts(task, tokenizer, grader.template, limit)
         self.dropped = dict(task.dropped)
@@ -114,7 +115,7 @@ class RolloutSource(Source):
             from posttrain.training.sources.remedies import Trial
 
             way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
-            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {dropped}{way_out}")
+            raise UsageError(f"task {task.name!r}: no prompts left to sample from; dropped: {dropped}{way_out}")
         self.num_examples = len(self.prompts.indices)
         self.parts = tuple(part.name for part in task.parts)
         further = self.options.max_rounds - 1
@@ -123,10 +124,10 @@ class RolloutSource(Source):
         self.sampling = self._build_sampling()
         self.rules = self._followed_rules()
         self._batch: Batch | None = None
-        self._warnings: dict[str, bool] = {}  # and whether they were shown
+        self._warnings: dict[str, bool] = {}  # message -> already shown
 
     def _tell_length(self) -> None:
-        """Tell rewards how long the run is."""
+        """Tell rewards the run length."""
         length = self.grader.run_extent
         length.steps_per_epoch = self.num_examples / self.options.num_prompts * self.updates
         if self.train.steps is not None:
@@ -136,7 +137,7 @@ class RolloutSource(Source):
             length.max_steps, _ = self.length_of(length.num_epochs)
 
     def _build_sampling(self) -> Sampling:
-        """Return how answers are sampled."""
+        """Build sampling settings."""
         return Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -153,13 +154,13 @@ class RolloutSource(Source):
         )
 
     def _followed_rules(self) -> LogitRules | None:
-        """Return the rules of sampling under which log-probabilities are."""
+        """Find sampling rules that also apply to trainer log-probabilities."""
         if not follows_rules(self.options, self.batch_fields.needs):
             return None
         return self.sampling.rules
 
     def __call__(self, step: int) -> TrainBatch:
-        """Return the rows of update number ``step`` (1-based); sample when a new rollout batch is due."""
+        """Build the batch for update ``step`` (1-based), sampling a new rollout batch if due."""
         cycle, update = divmod(step - 1, self.updates)
         if update == 0:
             draw = self._collect(step, cycle)
@@ -177,7 +178,7 @@ class RolloutSource(Source):
         return draw
 
     def length_of(self, epochs: float) -> tuple[int, str]:
-        """Return the number of steps that sample every prompt ``epochs`` times, rounded up, and a line about it."""
+        """Compute the number of steps for ``epochs`` passes over all prompts, rounded up, with a description."""
         batches = num_batches(epochs, self.num_examples, self.options.num_prompts)
         steps = batches * self.updates
         passes = "pass" if epochs == 1 else "passes"
@@ -205,7 +206,7 @@ class RolloutSource(Source):
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
             self._batch.rules = self.rules
         except (ValueError, KeyError) as error:
-            what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
+            what = "the checkpoint's rollout_buffer.safetensors does not contain the current rollout batch"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def take_warnings(self) -> list[str]:
@@ -216,20 +217,20 @@ class RolloutSource(Source):
         return unreported
 
     def _replacing(self) -> str:
-        """Return the warning about prompts that were found to be too long when they were drawn, at 1, 10, 100, ..."""
+        """Build the warning about long prompts found while sampling, at 1, 10, 100, ..."""
         limit = self.prompts.limit
         count = 10 ** (len(str(len(self.prompts.replaced))) - 1)
         if self.max_prompt_tokens == limit:
             key = "prompt.max_prompt_tokens"
         else:
-            key = "the model's context, with room for an answer"
+            key = "the model's context minus one token for the answer"
         return (
-            f"task {self.task.name!r}: {count:,} of the prompts that were drawn so far had more than {limit} tokens "
-            f"({key}); the next one that fits was taken in place of each"
+            f"task {self.task.name!r}: {count:,} prompts drawn so far had more than {limit} tokens "
+            f"({key}); each was replaced by the next prompt that fits"
         )
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
-        """Return the rows of one part of the prompts with selected completions."""
+        """Select one minibatch of prompts with selected completions."""
         groups = sorted(set(batch.group.tolist()))
         order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
         start = len(groups) * part // self.minibatches
@@ -245,7 +246,7 @@ class RolloutSource(Source):
         sampled = drawn.sampled
         kept = drawn.chosen
         if self.intervention is not None:
-            self.intervention.set_rewards(step, sampled)  # of a batch that was drawn before the change, too
+            self.intervention.set_rewards(step, sampled)  # also for batches sampled before the change
             kept = self.intervention.keep(step, sampled, kept)
         chosen = self._played(kept)
         scored = time.perf_counter()
@@ -254,7 +255,7 @@ class RolloutSource(Source):
         if not self.advantage_estimator.needs_batch:
             _record_advantages(chosen, self.advantage_estimator.from_parts(chosen, self.weighted_rewards))
         trained = self._unmasked(chosen, units)
-        # advantages per token are over all completions, the masked ones included
+        # token-level advantages use all completions, including masked ones
         reads_all = self.advantage_estimator.needs_batch or self.options.truncated_divisor == "all"
         rows = units if reads_all else trained
         batch: Batch | None = None
@@ -289,7 +290,7 @@ class RolloutSource(Source):
         return TrainBatch(batch, True, everything, metrics, timing, is_changed=self._is_changed(step))
 
     def _without_truncated(self, batch: Batch, units: Units, kept: Collection[tuple[Place, ...]]) -> Batch | None:
-        """Return the rows of the kept units of a batch; with ``truncated_divisor: all`` the others are marked."""
+        """Keep rows for kept units; with ``truncated_divisor: all``, mark other rows instead."""
         each = self.rows_per_unit
         is_kept = [unit in kept for unit in units for _ in range(each)]
         places = [place for place, kept_here in enumerate(is_kept) if kept_here]
@@ -301,7 +302,7 @@ class RolloutSource(Source):
         return batch
 
     def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
-        """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
+        """Compute metrics per mixture part, including ``prompts`` and how many of them are ``trained`` on."""
         places = {place for unit in units for place, _ in unit}
         trained = Counter(chosen[place][0].example.meta["part"] for place in places)
         info: dict[str, float] = {}
@@ -315,7 +316,7 @@ class RolloutSource(Source):
         return info
 
     def take(self, step: int, cycle: int) -> Drawn:
-        """Return rollout batch ``cycle``, sampled with the current weights."""
+        """Sample rollout batch ``cycle`` with current weights."""
         started = time.perf_counter()
         self.engine.sync(step - 1)
         syncing = time.perf_counter() - started
@@ -325,7 +326,7 @@ class RolloutSource(Source):
         return drawn
 
     def draw(self, step: int, cycle: int) -> Drawn:
-        """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``."""
+        """Sample and grade groups for rollout batch ``cycle`` (from 0), first used in update ``step``."""
         started = time.perf_counter()
         grading = 0.0
         sampled: Groups = []
@@ -364,21 +365,21 @@ class RolloutSource(Source):
         return drawn
 
     def _choose_groups(self, sampled: Groups, cycle: int) -> Drawn | None:
-        """The batch of the sampled groups; None where a further round is to be sampled."""
+        """Choose groups for the batch; None if another round is needed."""
         options = self.options
         fitting = [g for g in sampled if self._fits(g)]
         rest: Groups = []
         if options.drop_uniform_groups and len(fitting) < options.num_prompts:
             if len(sampled) < options.max_rounds * options.num_prompts:
                 return None
-            # the bound is reached: fill up, mostly with groups that add nothing
+            # limit reached: fill up, mostly with uniform groups
             rest = [g for g in sampled if not self._fits(g)]
         chosen = (fitting + rest)[: options.num_prompts]
         accepted = len(fitting) / len(sampled)
         return Drawn(sampled, chosen, accepted, cycle, {})
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
-        """Return whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        """Check if a group can be used; with ``drop_uniform_groups``, it must vary and yield a unit."""
         if not self.options.drop_uniform_groups:
             return True
         played = [r for r in group if self._takes_part(r)]
@@ -386,20 +387,20 @@ class RolloutSource(Source):
         seen: set[object] = {r.reward for r in played if r.is_scored}
         if part != "reward":
             seen = {r.parts[part] for r in played if part in r.parts}
-        elif self.advantage_estimator.of_parts:  # other parts may have the same sum
+        elif self.advantage_estimator.of_parts:  # different components may have equal sums
             seen = {tuple(r.parts.get(name) for name, _ in self.weighted_rewards) for r in played if r.is_scored}
         units = self._choose([rewards_of(played)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
     def _takes_part(self, rollout: Rollout) -> bool:
-        """Return whether a completion may be trained on: its environment did not fail, and it is scored if it must."""
+        """Check if a completion can be trained on: no environment failure, and scored if required."""
         return not rollout.has_failed and (rollout.is_scored or self.advantage_estimator.keeps_unscored)
 
     def _played(self, groups: Groups) -> Groups:
-        """The groups without the completions that take no part; of several at least two must be left.
+        """Drop unusable completions. Multi-answer groups need at least two remaining.
 
         Raises:
-            RunFailure: not one completion was played to its end.
+            RunFailure: no completion finished.
         """
         kept = []
         for group in groups:
@@ -408,18 +409,18 @@ class RolloutSource(Source):
                 kept.append(played)
                 continue
             for rollout in played:
-                left_out = f"left out: {len(played)} of {len(group)} completions of its group were played to the end"
+                left_out = f"left out: {len(played)} of {len(group)} completions in this group finished"
                 rollout.failures = (*rollout.failures, left_out)
         failures = [r.failures[0] for group in groups for r in group if r.has_failed]
         if failures and len(failures) == sum(map(len, groups)):
             raise RunFailure(
-                f"environment: it failed in every completion, and again when they were played again "
-                f"(rollout.retries: {self.options.retries}). The first failure: {failures[0]}"
+                f"environment: failed in every completion, including all retries "
+                f"(rollout.retries: {self.options.retries}). First failure: {failures[0]}"
             )
         return kept
 
     def _choose(self, rewards: Sequence[Tensor]) -> Units:
-        """The selected units of groups with these rewards, in order of their prompts."""
+        """Select units from groups with these rewards, in prompt order."""
         units: Units = []
         for places in same_sizes(rewards):
             chosen = choose_units(self.select, torch.stack([rewards[n] for n in places]), self.rows_per_unit)
@@ -427,11 +428,11 @@ class RolloutSource(Source):
         return sorted(units, key=lambda unit: unit[0][0])
 
     def _unmasked(self, groups: Groups, units: Units) -> Units:
-        """The units that are trained on: with ``mask_truncated`` those without a completion that was cut off.
+        """Filter units to train on. With ``mask_truncated``, units with a truncated completion are dropped.
 
-        No weight counts such a completion; its reward counts where its group is compared (DAPO's overlong filtering
-        "masks the loss", Yu et al. 2025, section 3.4; in TRL's ``mask_truncated_completions`` the masked rows still
-        count in the means over sequences).
+        Truncated completions get no loss weight, but their rewards count in the group (DAPO overlong filtering "masks
+        the loss", Yu et al. 2025, section 3.4). In TRL's ``mask_truncated_completions``, masked rows still count in
+        sequence means.
         """
         if not self.options.mask_truncated:
             return list(units)
@@ -443,7 +444,7 @@ class RolloutSource(Source):
         return kept
 
     def batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
-        """Return the rows of the selected units, with the numbers that come with rollouts."""
+        """Build a batch from selected units, with rollout fields."""
         needs = self.batch_fields.needs
         samples = []
         for unit in units:
@@ -466,7 +467,7 @@ class RolloutSource(Source):
     def _fill_batch_fields(
         self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor], step: int
     ) -> dict[str, float]:
-        """Fill the fields of a rollout batch whose first update is ``step``; return metrics of its advantages."""
+        """Fill batch fields for a rollout batch first used in update ``step``; returns advantage metrics."""
         teacher_batch = None
         if self.feedback is not None:
             rows = [(n, g) for unit in units for n, g in unit]
@@ -485,16 +486,16 @@ class RolloutSource(Source):
         advantages, metrics = self.advantage_estimator.from_batch(
             batch, rewards, truncated, self.batch_fields.needs, of_turns
         )
-        self.batch_fields(batch, teacher_batch)  # those that need advantages
+        self.batch_fields(batch, teacher_batch)  # fields that depend on advantages
         counts = batch.mask.sum(dim=1).clamp(min=1)
         means = advantages.sum(dim=1) / counts
         _record_advantages(groups, means.split([len(group) for group in rewards]))
         return metrics
 
     def _reads_every_row(self, step: int) -> bool:
-        """Return whether anything reads log-probabilities of rows that cannot change the gradient.
+        """Check if log-probabilities are needed even for idle rows.
 
-        Advantages that are computed from the batch do, and so do the metrics of some updates.
+        This applies to advantages computed from the batch, and to metrics in some updates.
         """
         options = self.train
         last_step = options.steps
@@ -506,13 +507,13 @@ class RolloutSource(Source):
 
 
 def _places(sampled: Groups, chosen: Groups, units: Units) -> Tensor:
-    """``int64 [B]``: the place of the answer of each row among all that were sampled."""
+    """Index each row's answer among all sampled answers (``int64 [B]``)."""
     numbers = {id(rollout): number for number, rollout in enumerate(r for group in sampled for r in group)}
     return torch.tensor([numbers[id(chosen[n][g])] for unit in units for n, g in unit])
 
 
 def _why_empty(chosen: Groups, units: Units) -> str:
-    """Return the warning about a batch without rows."""
+    """Choose a warning for an empty batch."""
     if units:
         return ALL_MASKED
     if chosen:
@@ -521,7 +522,7 @@ def _why_empty(chosen: Groups, units: Units) -> str:
 
 
 def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
-    """``float64 [B, T]``: ``weight`` times the environment's reward of each turn, at its last token."""
+    """Place turn rewards times ``weight`` at each turn's last token (``float64 [B, T]``)."""
     numbers = number_turns(batch.mask)
     columns = torch.arange(batch.mask.shape[1])
     paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
@@ -535,7 +536,7 @@ def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tenso
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
-    """Return a row in which the model's own tokens are trained, and an environment's are not."""
+    """Build a row that trains on model tokens but not on environment tokens."""
     prompt = list(rollout.prompt_ids)
     answer = rollout.completion
     return Sample(
@@ -549,7 +550,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
 
 
 def _barred(mask: Sequence[bool], min_tokens: int) -> list[float]:
-    """Return 1 at the first ``min_tokens`` tokens of each turn, at which it could not end, else 0."""
+    """Mark the first ``min_tokens`` tokens in each turn, where ending is not allowed, with 1."""
     barred = list[float]()
     num_own = 0
     for is_own in mask:
@@ -559,7 +560,7 @@ def _barred(mask: Sequence[bool], min_tokens: int) -> list[float]:
 
 
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
-    """Write each completion's advantage (their mean over the tokens, where they differ) to its record."""
+    """Store each completion's advantage in its record (averaged over tokens, if these differ)."""
     if advantages is None:
         return
     for group, row in zip(groups, advantages, strict=True):

@@ -1,4 +1,4 @@
-"""A sampled batch as plain data, bit for bit: for a checkpoint, and for the other processes that train."""
+"""Serialize sampled batches exactly, for checkpoints and other processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, KeptRows, KeptSets, Message, Rollout
 
 Groups = list[list[Rollout]]
-START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
+START_AGAIN = "restore the checkpoint from a backup, or restart under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
-_ANSWERS = "answers"  # not in checkpoints before 0.3
+_ANSWERS = "answers"  # absent in checkpoints before 0.3
 _FIELD = "stream."
 _KEPT = "kept."
 _OF_KEPT_ROWS = ("ids", "starts", "counts")
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
-# Known or made where it is read; the prompt of an episode is what its environment began with.
+# Known or reconstructed on load; an episode's prompt comes from its environment's start.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
-# What is stored. An earlier version stored less if a field has a default, and more: such names belong into _GONE.
+# Stored fields. Earlier versions may lack fields with defaults, and may contain extra ones, listed in _GONE.
 _OF_A_ROLLOUT = {f.name: f for f in fields(Rollout) if f.name not in _OF_THE_TASK}
 _GONE: tuple[str, ...] = ()
 _OF_A_COMPLETION = {f.name for f in fields(Completion)}
@@ -42,9 +42,9 @@ _OF_A_COMPLETION = {f.name for f in fields(Completion)}
 
 @dataclass(slots=True)
 class Drawn:
-    """The graded groups of one rollout batch: all that were ``sampled``, and those that were ``chosen``.
+    """Graded groups for one rollout batch: all ``sampled`` groups and the ``chosen`` ones.
 
-    ``accepted``: the share that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
+    ``accepted``: fraction that fits. ``version``: sampling weights version. ``timing``: seconds by phase.
     """
 
     sampled: Groups
@@ -55,7 +55,7 @@ class Drawn:
 
 
 class PromptSource(Protocol):
-    """A source of rollouts, as far as it is read here."""
+    """Rollout source interface used here."""
 
     prompts: Prompts
     grader: Grader
@@ -63,7 +63,7 @@ class PromptSource(Protocol):
 
 
 def write_drawn(drawn: Drawn) -> dict[str, object]:
-    """A drawn batch as plain data; examples and prompts are indices."""
+    """Convert a drawn batch to plain data, with indices for examples and prompts."""
     places = {id(group): place for place, group in enumerate(drawn.sampled)}
     return {
         "sampled": [[_write_rollout(rollout) for rollout in group] for group in drawn.sampled],
@@ -75,7 +75,7 @@ def write_drawn(drawn: Drawn) -> dict[str, object]:
 
 
 def read_drawn(stored: Mapping[str, Any], source: PromptSource) -> Drawn:
-    """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
+    """Load data from ``write_drawn``, using examples and prompts from ``source``."""
 
     def read(row: Mapping[str, Any]) -> Rollout:
         index = row["prompt_index"]
@@ -99,7 +99,7 @@ def read_drawn(stored: Mapping[str, Any], source: PromptSource) -> Drawn:
 
 
 def _read_completion(stored: Mapping[str, Any]) -> Completion:
-    """Read a completion; JSON has lists where it has tuples."""
+    """Load a completion, converting JSON lists to tuples."""
     known: dict[str, Any] = {}
     for name, value in stored.items():
         if name not in _OF_A_COMPLETION:
@@ -113,12 +113,12 @@ def _read_completion(stored: Mapping[str, Any]) -> Completion:
 
 
 def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: int) -> None:
-    """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
+    """Reject anything that ``write_drawn`` would not write for ``source``, because checkpoints may be untrusted.
 
-    ``stored`` has the number of the batch, too; token ids must be below ``vocabulary``.
+    ``stored`` also contains the batch number. Token ids must be below ``vocabulary``.
 
     Raises:
-        ValueError: something in it is of another kind, length or range. KeyError: something is missing.
+        ValueError: wrong type, length or range. KeyError: missing entry.
     """
     _groups_type().validate_json(json.dumps(stored["sampled"]), strict=True)
     _COUNTS.validate_python([stored["batch"], stored["version"]], strict=True)
@@ -145,10 +145,10 @@ def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: i
 
 
 def _check_kept(kept: Mapping[str, Any], num_tokens: int, vocabulary: int) -> None:
-    """Refuse kept sets that are not those of so many tokens.
+    """Reject kept sets that do not match the number of tokens.
 
     Raises:
-        ValueError: they are not.
+        ValueError: mismatched sets.
     """
     offsets = kept["offsets"]
     if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(kept["ids"]):
@@ -161,7 +161,7 @@ def _check_kept(kept: Mapping[str, Any], num_tokens: int, vocabulary: int) -> No
 
 @cache
 def _groups_type() -> TypeAdapter[Any]:
-    """Return the type of the groups that ``write_drawn`` writes."""
+    """Build the type adapter for groups written by ``write_drawn``."""
     strict = ConfigDict(strict=True, extra="forbid")
     types = get_type_hints(Rollout)
     plain: dict[str, Any] = dict.fromkeys(_GONE, (Any, None))
@@ -185,7 +185,7 @@ def _groups_type() -> TypeAdapter[Any]:
 
 
 def write_batch(batch: Batch) -> dict[str, Tensor]:
-    """A batch as tensors to save."""
+    """Convert a batch to tensors for saving."""
     tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _OF_A_BATCH}
     if batch.answers is not None:
         tensors[_ANSWERS] = batch.answers
@@ -198,10 +198,10 @@ def write_batch(batch: Batch) -> dict[str, Tensor]:
 
 
 def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: int) -> Batch:
-    """Read what ``write_batch`` gave, from a checkpoint that may be untrusted.
+    """Load data from ``write_batch``, possibly from an untrusted checkpoint.
 
     Raises:
-        ValueError, KeyError: something in it is of another kind, shape or range.
+        ValueError, KeyError: wrong type, shape or range.
     """
     tokens, lengths, mask, group, prefix = (tensors[name] for name in _OF_A_BATCH)
     fields: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
 
 
 def _read_kept(tensors: Mapping[str, Tensor], tokens: Tensor, vocabulary: int) -> KeptRows | None:
-    """Read the kept sets of a batch; None where it has none."""
+    """Load a batch's kept sets; None if absent."""
     if f"{_KEPT}ids" not in tensors:
         return None
     ids, starts, counts = (tensors[f"{_KEPT}{name}"] for name in _OF_KEPT_ROWS)
@@ -268,7 +268,7 @@ def _write_rollout(rollout: Rollout) -> dict[str, object]:
 
 
 def save_batch(folder: Path, batch: Batch, step: int, *, is_main: bool) -> str:
-    """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
+    """Save a failed step's batch for inspection; returns a message with the path or the reason for failure."""
     path = folder / f"nonfinite-step-{step:06d}.safetensors"
     if not is_main:
         return "Rank 0 saves the batch"
@@ -277,5 +277,5 @@ def save_batch(folder: Path, batch: Batch, step: int, *, is_main: bool) -> str:
     try:
         replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # fields may share memory
     except StorageError as failure:
-        return f"The batch could not be kept: {failure}"
+        return f"The batch could not be saved: {failure}"
     return f"The batch is saved in {path}"

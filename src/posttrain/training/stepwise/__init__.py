@@ -1,1 +1,1 @@
-"""Training by single calls (forward and backward, optimizer step, save, load) in place of a recipe's loop."""
+"""Step-by-step training calls (forward and backward, optimizer step, save, load) instead of a recipe loop."""

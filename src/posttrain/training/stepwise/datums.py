@@ -1,4 +1,4 @@
-"""Rows that a caller gives to a loss: token ids, the target at each position, and the numbers that the loss reads."""
+"""Training rows supplied by a caller: token ids, targets per position, and loss inputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from posttrain.sampling.base import check_ids
 from posttrain.types import Batch, Sample, collate
 
 TARGETS = "target_tokens"
-MAX_TARGETS = 128  # of one position
-TARGET_WEIGHTS = "target_weights"  # the batch field of the weights of several targets at each position
+MAX_TARGETS = 128  # per position
+TARGET_WEIGHTS = "target_weights"  # batch field with target weights, for multiple targets per position
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A row of N tokens with a target at each: ``targets[i]`` is what follows ``ids[:i + 1]``.
+    """Row with N tokens and a target at each: ``targets[i]`` follows ``ids[:i + 1]``.
 
-    targets ``int64 [N]``, or ``[N, K]`` for K targets at each position; inputs: ``float32`` tensors of the same shape
-    by name.
+    targets: ``int64 [N]``, or ``[N, K]`` for K targets per position; inputs: ``float32`` tensors by name with equal
+    shape.
     """
 
     ids: tuple[int, ...]
@@ -31,17 +31,17 @@ class Datum:
 
     @property
     def follows(self) -> bool:
-        """True if the target at each position is the next token, as where a model reads its own text."""
+        """True if every target is the next token, as in ordinary language modeling."""
         if self.targets.ndim != 1:
             return False
         return self.targets[:-1].tolist() == list(self.ids[1:])
 
 
 def check_datum(datum: Datum, where: str, names: Sequence[str], vocabulary: int, context: int) -> None:
-    """Refuse a row that a loss cannot read; ``names``: of the inputs that the loss reads.
+    """Validate a row for a loss; ``names``: inputs used by the loss.
 
     Raises:
-        UsageError: the message begins with ``where`` and the name of the input.
+        UsageError: starts with ``where`` and the input name.
     """
     length = len(datum.ids)
     if not 1 <= length <= context:
@@ -73,17 +73,17 @@ def _check_names(datum: Datum, where: str, names: Sequence[str]) -> None:
     unread = [name for name in datum.inputs if name not in names]
     reads = ", ".join((TARGETS, *names))
     if missing:
-        raise UsageError(f"{where}.{missing[0]}: it is missing; this loss reads {reads}")
+        raise UsageError(f"{where}.{missing[0]}: missing; this loss needs {reads}")
     if unread:
-        raise UsageError(f"{where}.{unread[0]}: this loss does not read it; leave it out. It reads {reads}")
+        raise UsageError(f"{where}.{unread[0]}: not used by this loss; remove it. Inputs: {reads}")
 
 
 def collate_datums(datums: Sequence[Datum], fields: Mapping[str, str]) -> Batch:
-    """Return rows as a batch: ``tokens[b, i + 1]`` is the target of position i, and every target is trained.
+    """Collate rows into a batch. ``tokens[b, i + 1]`` is the target at position i, and every target is trained.
 
-    Where a target is not the next token, or there are several, the batch field ``teacher_ids`` ``int64 [B, T, K]``
-    names them, so that the forward pass gives their log-probabilities. ``fields``: the name of the batch field that
-    each input becomes; the weights of several targets become ``target_weights`` ``[B, T, K]``.
+    If targets differ from the next token or there are several, ``teacher_ids`` ``int64 [B, T, K]`` lists them, and
+    forward passes return their log-probabilities. ``fields``: batch field name for each input. With multiple targets,
+    weights are stored as ``target_weights`` ``[B, T, K]``.
     """
     as_given = all(datum.follows for datum in datums)
     samples = []
@@ -108,14 +108,14 @@ def collate_datums(datums: Sequence[Datum], fields: Mapping[str, str]) -> Batch:
 
 
 def _in_columns(values: Tensor) -> Tensor:
-    """``[N]`` as ``[N, 1]``."""
+    """Reshape ``[N]`` to ``[N, 1]``."""
     if values.ndim == 1:
         return values[:, None]
     return values
 
 
 def _padded(rows: Sequence[Tensor], width: int) -> Tensor:
-    """``[B, T]``, or ``[B, T, K]`` if a row has several columns, moved to where the targets are."""
+    """Shift values to target positions, ``[B, T]`` (or ``[B, T, K]`` with multiple columns)."""
     most = max(_in_columns(one).shape[1] for one in rows)
     whole = torch.zeros((len(rows), width, most), dtype=torch.float32)
     for row, one in enumerate(rows):

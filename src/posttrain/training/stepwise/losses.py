@@ -1,6 +1,6 @@
-"""The losses of Tinker's protocol by their names there, each a registered objective; the sum over tokens is the loss.
+"""Losses in Tinker's protocol, mapped to registered objectives and summed over tokens.
 
-A threshold of theirs is a ratio (0.8, 1.2), where an objective's option is the distance from 1.
+Tinker thresholds are ratios (0.8, 1.2), while objective options are distances from 1.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from posttrain.training.stepwise.datums import TARGET_WEIGHTS, Datum
 from posttrain.types import Batch, Loss, Outputs
 
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
-# Ratios are at most e^20 (see ``log_ratio``), so nothing is clipped at this one.
+# Ratios are at most e^20 (see ``log_ratio``), so this bound never clips.
 _NEVER = 1e9
-# Each input of a row, by the batch field that objectives read.
+# Batch field to row input name.
 _RL_INPUTS = {"logprobs": "old_logprobs", "advantages": "advantages"}
 _ABSENT = {
-    "custom": "a loss of your own runs in the client (forward_backward_custom), which asks for cross_entropy here",
-    "stable_reinforce": "this server records nothing about sampled sequences; use importance_sampling, ppo or cispo",
+    "custom": "custom losses run in the client (forward_backward_custom), which calls cross_entropy on the server",
+    "stable_reinforce": "this server does not store sampled sequences; use importance_sampling, ppo or cispo",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss of the protocol.
+    """Protocol loss.
 
-    objective: the registered one. inputs: of a row, with the batch field that each becomes. defaults: of its options.
-    options: from the protocol's options to the objective's. narrows: the tokens that the objective may read.
+    objective: registered objective. inputs: row inputs and their batch fields. defaults: default options. options:
+    maps protocol options to objective options. narrows: restricts trained tokens.
     """
 
     objective: str
@@ -50,7 +50,7 @@ def _clip(given: Mapping[str, float]) -> dict[str, object]:
 
 
 def _sampled(batch: Batch) -> Tensor:
-    """Leave out the prompt, where clients write 0 for both numbers; a penalty on the log-ratio would count there."""
+    """Exclude the prompt, where clients send zeros for both values; a log-ratio penalty would otherwise count there."""
     return batch.mask & ((batch.field("old_logprobs") != 0) | (batch.field("advantages") != 0))
 
 
@@ -76,7 +76,7 @@ LOSSES: dict[str, NamedLoss] = {
 
 @dataclass(frozen=True, slots=True)
 class ChosenLoss:
-    """A loss with its options. ``fields``: the batch field of each input of a row."""
+    """Loss with chosen options. ``fields``: batch field for each row input."""
 
     name: str
     objective: Objective
@@ -84,15 +84,15 @@ class ChosenLoss:
 
 
 def choose_loss(name: str, options: Mapping[str, float | str]) -> ChosenLoss:
-    """Return a loss by its name in the protocol.
+    """Look up a loss by protocol name.
 
     Raises:
-        UsageError: no such loss, or an option that it does not have or cannot take.
+        UsageError: unknown loss or option, or an invalid value.
     """
     if name in _ABSENT:
-        raise UsageError(f"loss_fn: {name!r} is not here: {_ABSENT[name]}")
+        raise UsageError(f"loss_fn: {name!r} is not supported: {_ABSENT[name]}")
     if name not in LOSSES:
-        raise UsageError(f"loss_fn: there is no loss {name!r}.{suggest(name, LOSSES)} There are: {', '.join(LOSSES)}")
+        raise UsageError(f"loss_fn: unknown loss {name!r}.{suggest(name, LOSSES)} Known: {', '.join(LOSSES)}")
     chosen = LOSSES[name]
     given = dict(chosen.defaults)
     for key, value in options.items():
@@ -101,11 +101,13 @@ def choose_loss(name: str, options: Mapping[str, float | str]) -> ChosenLoss:
             near = suggest(key, chosen.defaults)
             raise UsageError(f"loss_fn_config.{key}: {name} has no such option.{near} It has: {takes}")
         if isinstance(value, str) or not -_NEVER < value < _NEVER:
-            raise UsageError(f"loss_fn_config.{key}: {value!r} is no number that this option takes; give one like 0.5")
+            raise UsageError(
+                f"loss_fn_config.{key}: {value!r} is not a valid number for this option; give one like 0.5"
+            )
         given[key] = value
     if LOW in given and not 0.0 <= given[LOW] <= 1.0 <= given[HIGH]:
         raise UsageError(
-            f"loss_fn_config: {LOW} {given[LOW]} and {HIGH} {given[HIGH]} are no ratios around 1; give 0 <= low <= 1 "
+            f"loss_fn_config: {LOW} {given[LOW]} and {HIGH} {given[HIGH]} are invalid ratio bounds; give 0 <= low <= 1 "
             "<= high"
         )
     bound = registry.find("objective", chosen.objective, "loss_fn").bind(chosen.options(given), "loss_fn_config")
@@ -113,7 +115,7 @@ def choose_loss(name: str, options: Mapping[str, float | str]) -> ChosenLoss:
 
 
 def check_sequences(datum: Datum, where: str) -> None:
-    """Refuse advantages outside of the tokens whose ratio GSPO takes, which it could not weigh.
+    """Reject advantages outside the tokens covered by GSPO's sequence ratio, where they would have no effect.
 
     Raises:
         UsageError: with the position.
@@ -130,12 +132,12 @@ def check_sequences(datum: Datum, where: str) -> None:
 
 
 def token_sum(mask: Tensor) -> Tensor:
-    """Weigh every token by 1: the loss is a sum, and the caller divides."""
+    """Weigh every token by 1: the loss is a sum, and callers normalize."""
     return mask.to(torch.float64)
 
 
 def _evaluate(objective: Objective, narrows: Callable[[Batch], Tensor] | None, outputs: Outputs, batch: Batch) -> Loss:
-    """Apply an objective to the targets, one after the other if a position has several."""
+    """Apply an objective to targets, one at a time for multiple targets per position."""
     if narrows is not None:
         batch = replace(batch, mask=narrows(batch))
     if outputs.candidate_logprobs is None:

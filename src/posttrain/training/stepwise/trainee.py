@@ -1,4 +1,4 @@
-"""A model that is trained by single calls: its gradients add up until the optimizer takes a step."""
+"""Model trained through individual calls. Gradients accumulate until an optimizer step."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from posttrain.training.stepwise.datums import Datum, collate_datums
 from posttrain.training.stepwise.losses import ChosenLoss, token_sum
 from posttrain.types import Outputs
 
-ALPHA = 32.0  # of a new adapter, at every rank, as in Tinker
+ALPHA = 32.0  # alpha for a new adapter at every rank, as in Tinker
 MAX_RANK = 1_024
-NEW_ADAPTER_SEED = 0  # if the caller gives none
+NEW_ADAPTER_SEED = 0  # default if no seed is given
 
 
 class AdapterChoice(Options):
-    """The adapter of a new model. A rank of 0 trains all weights.
+    """Adapter settings for a new model. Rank 0 trains all weights.
 
-    ``seed``: of the first weights, the same without one. ``train_unembed``: also the output layer, ``train_mlp`` the
-    linear layers outside of attention, ``train_attn`` those inside.
+    ``seed``: initialization seed (fixed by default). ``train_unembed``: include the output layer; ``train_mlp``:
+    linear layers outside attention; ``train_attn``: linear layers inside attention.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -52,7 +52,7 @@ class AdapterChoice(Options):
 
     @property
     def is_whole(self) -> bool:
-        """True if all weights are trained."""
+        """True if training all weights."""
         return self.rank == 0
 
 
@@ -60,7 +60,7 @@ WHOLE = AdapterChoice(rank=0)
 
 
 class AdamStep(Options):
-    """One step of AdamW; defaults are Tinker's. ``grad_clip_norm`` 0 clips nothing."""
+    """AdamW step with Tinker defaults. ``grad_clip_norm`` 0 disables clipping."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -71,17 +71,17 @@ class AdamStep(Options):
 
 
 class TargetLogprobs(Capture):
-    """Keeps the log-probabilities of the targets, by row."""
+    """Stores target log-probabilities by row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.by_row: dict[int, Tensor] = {}
 
     def watch(self, outputs: Outputs) -> None:
-        """Ask for no derivatives."""
+        """Requests no derivatives."""
 
     def add(self, rows: Sequence[int], outputs: Outputs, values: Tensor) -> None:
-        """Keep those of a micro-batch: ``[T]`` of a row, or ``[T, K]``."""
+        """Store log-probabilities from a micro-batch: ``[T]`` or ``[T, K]`` per row."""
         kept = outputs.logprobs
         if outputs.candidate_logprobs is not None:
             kept = outputs.candidate_logprobs
@@ -90,10 +90,10 @@ class TargetLogprobs(Capture):
 
 
 def adapter_section(model: nn.Module, choice: AdapterChoice) -> AdapterSection:
-    """Return the section of an adapter on the parts of a model that a caller chose.
+    """Build an adapter section for the chosen model parts.
 
     Raises:
-        UsageError: no part is chosen, or the model has no such part.
+        UsageError: no parts chosen, or none present in the model.
     """
     head = causal_lm(model).get_output_embeddings()
     targets = []
@@ -108,17 +108,17 @@ def adapter_section(model: nn.Module, choice: AdapterChoice) -> AdapterSection:
         if wanted:
             targets.append(name.rpartition(".")[2])
     if not targets:
-        raise UsageError("lora_config: no layer would be trained; set one of train_mlp, train_attn, train_unembed")
+        raise UsageError("lora_config: no layers to train; set one of train_mlp, train_attn, train_unembed")
     return AdapterSection(rank=choice.rank, alpha=ALPHA, targets=sorted(set(targets)))
 
 
 def load_with_adapter(section: ModelSection, choice: AdapterChoice) -> LoadedModel:
-    """Load the base of a server's models, with a new adapter unless all weights are trained.
+    """Load the server's base model, adding a new adapter unless training all weights.
 
     Raises:
-        UsageError: a base that cannot be trained, or parts that it does not have.
+        UsageError: untrainable base model, or missing model parts.
     """
-    merging = section.model_copy(update={"adapter": AdapterSection()})  # an adapter that the base has is merged into it
+    merging = section.model_copy(update={"adapter": AdapterSection()})  # merges an existing adapter into the base
     loaded = load_model(merging, seed=0)
     model: Any = loaded.model
     if choice.is_whole and quantized_bits(model) is not None:
@@ -142,9 +142,9 @@ def load_with_adapter(section: ModelSection, choice: AdapterChoice) -> LoadedMod
 
 
 class Trainee:
-    """A model with its optimizer and the gradients since the last step.
+    """Trained model with optimizer and accumulated gradients.
 
-    ``step``: optimizer steps so far. ``loss``: the sum of all losses since the last of them.
+    ``step``: optimizer steps so far. ``loss``: sum of losses since the last step.
     """
 
     def __init__(self, section: ModelSection, choice: AdapterChoice) -> None:
@@ -156,9 +156,7 @@ class Trainee:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
         if coarse:
-            raise UsageError(
-                "model.dtype: weights in bf16 lose small updates; serve an fp32 model, or train an adapter"
-            )
+            raise UsageError("model.dtype: bf16 weights lose small updates; serve an fp32 model, or train an adapter")
         self.names = [name for name, _ in named]
         self.parameters: list[Parameter] = [parameter for _, parameter in named]
         build = registry.find("optimizer", "adamw").bind({})
@@ -168,18 +166,18 @@ class Trainee:
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids that the model reads and predicts."""
+        """Vocabulary size in token ids."""
         return int(causal_lm(self.model).get_input_embeddings().weight.shape[0])
 
     @property
     def context(self) -> int:
-        """The number of tokens that the model reads at once."""
+        """Context length in tokens."""
         return context_length(self.model.config)
 
     def evaluate(self, datums: Sequence[Datum], loss: ChosenLoss, *, learns: bool) -> tuple[float, list[Tensor]]:
-        """Return the sum of a loss and the log-probabilities of the targets ``[N]`` or ``[N, K]``, by row.
+        """Compute a summed loss and target log-probabilities ``[N]`` or ``[N, K]`` by row.
 
-        With ``learns`` the gradients are added to those since the last step.
+        With ``learns``, gradients are accumulated.
         """
         batch = collate_datums(datums, loss.fields)
         method = Method(self.forward, loss.objective, token_sum, entropy="none", name=loss.name)
@@ -203,18 +201,18 @@ class Trainee:
         return total, logprobs
 
     def update(self, settings: AdamStep) -> dict[str, float]:
-        """Take a step of AdamW along the gradients; return its metrics.
+        """Run an AdamW step with accumulated gradients; returns metrics.
 
         Raises:
-            UsageError: there are no gradients.
-            NonFiniteLoss: loss or gradients are not finite; the weights are as before.
+            UsageError: no gradients.
+            NonFiniteLoss: non-finite loss or gradients. Weights are unchanged.
         """
         if all(p.grad is None for p in self.parameters):
-            raise UsageError("optim_step: there are no gradients since the last step; call forward_backward first")
+            raise UsageError("optim_step: no gradients since the last step; call forward_backward first")
         for group in self.optimizer.param_groups:
             group["betas"] = (settings.beta1, settings.beta2)
             group["eps"] = settings.eps
-            if group["params"][0].ndim >= 2:  # norms and biases do not decay
+            if group["params"][0].ndim >= 2:  # no decay for norms and biases
                 group["weight_decay"] = settings.weight_decay
         most: float | None = None
         if settings.grad_clip_norm > 0:
@@ -227,10 +225,10 @@ class Trainee:
         return {"grad_norm": norm, "loss_sum": loss, "step": float(number)}
 
     def save(self, folder: Path, *, with_optimizer: bool, note: dict[str, object]) -> Path:
-        """Write the weights as a model's folder, and the optimizer's state; return the folder of this step.
+        """Save weights as a model folder, plus optimizer state; returns the step folder.
 
         Raises:
-            StorageError: the disk is full or not writable.
+            StorageError: full or read-only disk.
         """
         optimizer: dict[str, Tensor] = {}
         if with_optimizer:
@@ -241,14 +239,14 @@ class Trainee:
         )
 
     def restore(self, folder: Path, *, with_optimizer: bool) -> None:
-        """Take the weights of a saved state, bit for bit, and with them the optimizer's state or a new one.
+        """Load saved weights bit for bit, with their optimizer state or a fresh optimizer.
 
         Raises:
-            CheckpointError: the folder is damaged, or of another model.
+            CheckpointError: damaged folder, or different model.
         """
         checkpoint = load_checkpoint(folder)
         if checkpoint is None:
-            raise CheckpointError(f"{folder}: there is no saved state")
+            raise CheckpointError(f"{folder}: no saved state")
         restore_model(self.model, checkpoint.path)
         self._drop_gradients()
         self.step = 0
@@ -258,6 +256,6 @@ class Trainee:
             self.step = checkpoint.step
 
     def _drop_gradients(self) -> None:
-        """Begin anew to add gradients."""
+        """Clear accumulated gradients."""
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = 0.0
