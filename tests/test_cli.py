@@ -63,10 +63,10 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["evaluate", "tiny", "--taks", "x"], "--taks"),
         (["pipeline", "tiny"], "`posttrain pipeline`"),
         (["train", "grpo-gsm8k", "--trian.lr", "1"], "'trian'"),
-        (["recipes", "show"], "give the recipe's"),
+        (["recipes", "show"], "missing recipe name"),
         (["train", "tiny/grpo", "--steps", "3"], "train.steps"),
         (["train", "tiny/grpo", "--model", "gpt2"], "model.name"),
-        (["runs", "resume", "a", "--train.steps", "9"], "own recipe, but"),
+        (["runs", "resume", "a", "--train.steps", "9"], "stored recipe"),
         (["--foo"], "`posttrain --help`"),
         (["train", "grpo"], "'tiny/grpo'"),
         (["train", "tiny/grpo", "--max-tokens", "5"], "rollout.max_tokens"),
@@ -193,15 +193,15 @@ def test_dry_run_states_which_models_are_not_there(
         printed = capsys.readouterr()
         assert yaml.safe_load(printed.out)
         notes = [line.removeprefix("note: ") for line in printed.err.splitlines()]
-        return [note for note in notes if "there is no folder" in note]
+        return [note for note in notes if "missing folder" in note]
 
-    behind = "; to be made before this is trained"
-    missing = f"model.name: there is no folder runs/mine{behind}"
+    behind = "; create it before training"
+    missing = f"model.name: missing folder runs/mine{behind}"
     for name in ("$HOME/mine", "hf:org/model", "\u201ctiny\u201d"):  # no name of the hub has such letters
         assert message("train", "tiny/grpo", "--model.name", name) == [missing.replace("runs/mine", name)]
     assert message("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
-    assert message("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
-    assert message("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
+    assert message("train", "distillation/reverse-kl") == [f"teacher.name: missing folder runs/tiny-grpo{behind}"]
+    assert message("train", "grpo-hh-gpt2") == [f"rewards.0.run: missing folder runs/rm-hh-gpt2{behind}"]
     assert message("train", "grpo-gsm8k") == message("sweep", "tiny") == [], "a model of the hub, and what is made"
     sweep = tmp_path / "mine.yaml"
     sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nrows: {grpo: rl/grpo}\nseeds: 2\n")

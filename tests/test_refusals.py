@@ -233,8 +233,8 @@ def test_rows_that_stand_there_twice_are_counted_and_reported(command: Command) 
     write_rows([*GOOD_ROWS, *GOOD_ROWS[:5], GOOD_ROWS[0]])
     task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}", "--train.steps", "1"]
     shown = command.works("train", "sft.yaml", *task)
-    assert "36 examples; 6 rows of the data repeat an earlier one, and count again" in shown
-    assert "6 rows of the data repeat an earlier one, and count again" in Path("runs/sft/log.txt").read_text()
+    assert "36 examples; 6 duplicate rows, which are kept" in shown
+    assert "6 duplicate rows, which are kept" in Path("runs/sft/log.txt").read_text()
     assert "6 examples repeat an earlier one" in command.works(
         "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "all"
     )

@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_325,
     "api": 20_680,
     "balances": 21_974,
-    "commands": 67_424,
+    "commands": 67_423,
     "conformance": 15_274,
     "data": 66_845,
     "evaluation": 31_205,
@@ -49,7 +49,7 @@ TOKENS: dict[str, int] = {
     "runs": 46_278,
     "sampling": 59_406,
     "store": 20_700,
-    "sweeps": 26_351,
+    "sweeps": 26_357,
     "terminal": 4_377,
     "training": 70_177,
 }

@@ -169,7 +169,7 @@ def test_studio_every_control_of_the_chat_answers_or_says_what_is_wrong(page: Pa
     expect(facts).to_have_value(re.compile("^name the dictionary"))
     visitor.choose("sparse autoencoder", "sae")
     visitor.ask("features that are none")
-    expect(facts).to_have_value(re.compile("^steering: FEATURE=STRENGTH is needed"))
+    expect(facts).to_have_value(re.compile("^steering: needs FEATURE=STRENGTH"))
     visitor.field("features").fill("3=60, 4=off")
     page.get_by_label("both", exact=True).check()
     visitor.ask("steered")
@@ -293,7 +293,7 @@ def test_studio_behind_a_login_is_used_after_it(page: Page, tmp_path: Path) -> N
 def test_studio_page_of_another_site_cannot_read_or_post(page: Page, studio: Served) -> None:
     """A page under a name that points to this machine, as DNS rebinding does it, and one of another port."""
     page.goto(f"http://evil.localhost:{studio.port}/")
-    expect(page.locator("body")).to_contain_text("its Host is not this server")
+    expect(page.locator("body")).to_contain_text("Host does not match this server")
     with plain_page() as port:
         page.goto(f"http://127.0.0.1:{port}/")
         script = "(url) => fetch(url, {method: 'POST', body: '{}'}).then(r => r.status + ' read', () => 'refused')"

@@ -68,7 +68,7 @@ def test_new_writes_a_reward_that_pays_for_what_is_near(project: Path) -> None:
 def test_new_folder_that_holds_something_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(path.name for path in project.iterdir())
     assert main(["new", str(project)]) == 2
-    assert "empty folder. Give" in capsys.readouterr().err
+    assert "is not empty. Give" in capsys.readouterr().err
     assert sorted(path.name for path in project.iterdir()) == before
 
 

@@ -127,7 +127,7 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
     assert data["recipe"]["train.lr"] == {"sft": 0.0001, "more": 0.001}
     assert len(data["last"]["stories/validation"]) == 2
     assert "the recipes are equal in" in out("compare", "sft", "sweep-x/cells/plain-seed0")
-    assert "name two runs" in out("compare", "sft", "sft", code=2)
+    assert "give two or more runs" in out("compare", "sft", "sft", code=2)
 
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert "--force" in message
     assert "terminal to ask" in out("delete", "more", code=2)
     assert "would delete 1 run" in out("delete", "more", "--dry-run")
-    assert "give the names" in out("delete", "--yes", code=2)
+    assert "missing run names" in out("delete", "--yes", code=2)
     assert "'x*'" in out("delete", "x*", "--yes", code=2)
     with lock_run(place / "runs" / "more"):
         assert "process is using" in out("delete", "more", "--yes", code=2)
@@ -201,7 +201,7 @@ def test_manage_takes_the_actions_line_by_line_and_shows_mistakes(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     text = " ".join(out("manage").split())
     assert text.startswith("run state step model")
-    mistakes = ("there is no action 'nonsense'", "no run 'nowhere'", "No closing quotation", "give best")
+    mistakes = ("unknown action 'nonsense'", "no run 'nowhere'", "No closing quotation", "give best")
     assert [message for message in (*mistakes, "stopped", "nothing was changed") if message not in text] == []
     assert prompts[:9] == ["runs> "] * 9
     assert prompts[-2].startswith("Delete 1 run, ")

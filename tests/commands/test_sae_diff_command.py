@@ -193,7 +193,7 @@ def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     assert find_model(Compared(recipe=str(path)), runs, None, True, message.append) == first
     assert [line.partition(": ")[2].partition(",")[0] for line in message] == [
         "no finished run; training one",
-        "using finished run",
+        "found a finished run",
     ]
     # from the base: another start is another recipe
     assert find_runs(load_recipe(str(path), [("model.name", json.dumps(first))]).resolve(), runs) == (None, None)
@@ -227,6 +227,6 @@ def test_what_did_rl_change_after_the_demo_takes_the_runs_of_the_demo(tmp_path: 
     assert base == str(plan.folders[AFTER_SFT])
     message: list[str] = []
     assert find_model(recipe.post, tmp_path, base, True, message.append) == str(plan.grpo)
-    assert "run is there" in message[0]
+    assert "found a finished run" in message[0]
     (plan.grpo / "status.json").unlink()
     assert find_pair(recipe, tmp_path) is None

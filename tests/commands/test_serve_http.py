@@ -170,7 +170,7 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, {"messages": []}, 400, "messages", "list of messages"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "surrogate"),
         (CHAT, {}, 400, "messages", "required"),
-        (CHAT, b"[" * 100_000, 400, None, "no JSON"),
+        (CHAT, b"[" * 100_000, 400, None, "not JSON"),
         (CHAT, DEEP_TOOL, 400, None, "nested too deeply"),
         (COMPLETE, {"prompt": "x " * 3000}, 400, None, "maximum context length"),
         (COMPLETE, {"prompt": [9_999]}, 400, None, "token id 9999"),
@@ -241,11 +241,11 @@ def test_mistakes_end_in_one_message(
     assert "no/such/model" in output("no/such/model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port}: cannot be served" in output("tiny", "--port", port)
+        assert f"port {port}: cannot listen" in output("tiny", "--port", port)
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.chdir(tmp_path)
-    assert "is no folder" in " ".join(usage_error("serve", "tiny", "--record", "file/x", capsys=capsys).split())
+    assert "is not a folder" in " ".join(usage_error("serve", "tiny", "--record", "file/x", capsys=capsys).split())
     for package in ("uvicorn", "starlette"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)

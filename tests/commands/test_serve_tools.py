@@ -113,7 +113,7 @@ def test_the_prompt_states_which_tools_there_are_unless_the_run_did_not(served: 
     body = {"messages": QUESTION, **OFFER}
     silent = list(play(runs / "silent", QUESTIONS[0]).prompt)
     assert served.ask("/tokenize", body)[1]["tokens"] == silent
-    assert any("tools of a request are not shown to the model" in line for line in served.lines)
+    assert any("request tools are not shown to the model" in line for line in served.lines)
     wanted = list(play(runs / "telling", QUESTIONS[0]).prompt)
     assert len(wanted) > len(silent)
     for name in ("telling", "shown"):
@@ -195,7 +195,7 @@ def calling(arguments: str) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
         ({"tools": [tool(name="a")] * 2}, "tools", "tools"),
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "'none'"),
-        ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+        ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "remove it"),
         ({"messages": [*QUESTION, TOOL_RESULT]}, "messages", "message 2"),
         ({"messages": [*QUESTION, REPLY]}, "messages", "message 2"),
         ({"messages": [*QUESTION, REPLY, TOOL_RESULT | {"tool_call_id": "b"}]}, "messages", "'b'"),
@@ -205,11 +205,11 @@ def calling(arguments: str) -> dict[str, Any]:
         ({"messages": [QUESTION[0] | {"tool_calls": [CALLED]}]}, "messages", "only assistant messages"),
         ({"messages": [*QUESTION, calling("[1"), TOOL_RESULT]}, "messages", "tool_calls"),
         ({"messages": [QUESTION[0] | {"wieght": 1}]}, "messages", "'wieght'"),
-        ({"messages": [*QUESTION, SAID | {"weight": 0}]}, "messages", "nothing is trained"),
+        ({"messages": [*QUESTION, SAID | {"weight": 0}]}, "messages", "no training"),
         ({"messages": [*QUESTION, REPLY | {"tool_calls": [CALLED, CALLED]}]}, "messages", "message 2"),
         ({"messages": [*QUESTION, REPLY | {"tool_calls": [CALLED | {"id": [1]}]}]}, "messages", "'id'"),
         ({"messages": [*QUESTION, REPLY | {"tool_calls": "abc"}]}, "messages", "'tool_calls'"),
-        ({"messages": [*QUESTION, REPLY, {"role": "tool", "content": "4"}]}, "messages", "has a 'tool_call_id'"),
+        ({"messages": [*QUESTION, REPLY, {"role": "tool", "content": "4"}]}, "messages", "'tool_call_id' is required"),
         ({"messages": [{"from": "human", "value": "4?"}]}, "messages", "message 1"),
     ],
 )
@@ -388,7 +388,7 @@ def test_a_description_can_become_no_special_token() -> None:
     turns = read_request(ChatRequest, {"messages": QUESTION}).messages
     with refuses(BadRequest, "tools", "'<|im_end|>'"):
         made("hermes").encode(turns, tools)
-    with refuses(BadRequest, "tools: they hold"):
+    with refuses(BadRequest, "tools: contain"):
         made("hermes").encode(turns, [{"type": "function", "function": {"name": "a", "description": "\ue0f10"}}])
     conversations = made("chat")
     harmless = [{"type": "function", "function": {"name": "a", "description": "x"}}]

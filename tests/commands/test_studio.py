@@ -129,7 +129,7 @@ def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest
     assert len(library.rollouts("rl", "evaluation", 2, "")) == 4
     assert 1 <= len(library.rollouts("rl", TRAINING, 1, rows[0][1][:30])) <= 6
     assert library.rollouts("rl", TRAINING, 1, EVIL) == []
-    with refuses(UsageError, "offers no run"):
+    with refuses(UsageError, "unknown run"):
         library.rollouts("../rl", TRAINING, 1, "")
     monkeypatch.setattr(untrusted, "MAX_SHOWN", 40)
     assert "characters are left out here" in library.rollouts("rl", TRAINING, 1, "")[0][1]
@@ -144,7 +144,7 @@ def test_mistakes_end_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixtu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["studio", "--port", port, "--runs-dir", str(tmp_path)]) == 2
-    assert f"port {port}: cannot be served" in capsys.readouterr().err
+    assert f"port {port}: cannot listen" in capsys.readouterr().err
 
 
 def test_page_is_served_without_api_and_shows_every_control(served: Served) -> None:

@@ -157,7 +157,7 @@ def test_over_optimization_from_start_to_report(tmp_path: Path, capsys: pytest.C
     folder = tmp_path / "runs" / "sweep-small"
     assert "grpo-seed0: finished in" in out
     assert "(0 left)" in out
-    assert "grpo: one seed gives a curve" in out or "grpo: no over-optimization" in out
+    assert "grpo: a single seed" in out or "grpo: no over-optimization" in out
     data = json.loads((folder / "results.json").read_text())
     grpo = data["methods"]["grpo"]["curves"]["0"]
     assert [point["at"] for point in grpo] == [0, 1, 2]
@@ -261,5 +261,5 @@ def test_read_over_commas_in_quotes_and_brackets_part_nothing(text: str, values:
 
 @pytest.mark.parametrize("text", ["train.lr=1e-4", "=1,2", "train.lr", "x.y='a,b'"])
 def test_read_over_without_two_values_is_refused(text: str) -> None:
-    with refuses(argparse.ArgumentTypeError, "values or more"):
+    with refuses(argparse.ArgumentTypeError, "or more values"):
         read_over(text)

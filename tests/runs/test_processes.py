@@ -101,7 +101,7 @@ def test_what_fails_in_another_process_ends_all_with_its_message(tmp_path: Path)
 def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path) -> None:
     code, error = ended(tmp_path, recipe_of("kills_rank_one", after=6))
     assert code == 1
-    assert "2: its process" in error
+    assert "2: the process" in error
     assert "Traceback" not in error
     run = tmp_path / "runs" / "it"
     assert checkpoint_steps(run / "checkpoints")[-1] == 1
@@ -181,7 +181,7 @@ def test_ctrl_c_saves_once(tmp_path: Path) -> None:
 def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(TESTS)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with refuses(PeerFailure, "2: its process"):
+    with refuses(PeerFailure, "2: the process"):
         launch(recipe_of("fine"), RunStart(root=tmp_path, name="two"))
 
 
@@ -200,7 +200,7 @@ def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: st
 
 def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_recipe("sft")
-    with refuses(UsageError, "started this process"):
+    with refuses(UsageError, "start this process"):
         launch(make_recipe("sft", scale={"launcher": "torchrun"}), RunStart(root=tmp_path))
     with refuses(UsageError, "scale.sharding"):
         launch(make_recipe("sft", scale={"sharding": "fsdp2"}), RunStart(root=tmp_path))

@@ -277,7 +277,7 @@ def test_a_run_that_differs_is_reported(finished: Path, tmp_path: Path) -> None:
     equality = play(copy, tmp_path, 4, steps=1).results.equality
     assert not equality.holds
     assert equality.difference is not None
-    assert equality.difference.startswith("reward of step 5")
+    assert equality.difference.startswith("reward at step 5")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_read_changes_makes_a_future_of_each_value(words: list[str], labels: lis
         (["drop", "3"], "drop prompt:3"),
         (["drop prompt:x"], "'x'"),
         (["drop prompt:5-2"], "2-5"),
-        (["drop prompt:1+1"], "twice"),
+        (["drop prompt:1+1"], "duplicate"),
         (["reward 3=0"], "reward 3.2=0"),
         (["reward 3.2=nan"], "'nan'"),
         (["train.lr=1", "train.lr=1"], "twice"),
@@ -334,7 +334,7 @@ def test_read_changes_refuses_by_name(words: list[str], named: str) -> None:
         (2, ["train.lr=fast"], None, 1, "train.lr"),
         (2, ["train.steps=3"], None, 1, "Give 6 or more"),
         (2, ["drop prompt:4"], None, 1, "from 0 to 3"),
-        (2, ["drop prompt:0+1+2+3"], None, 1, "Keep one"),
+        (2, ["drop prompt:0+1+2+3"], None, 1, "Keep at least one"),
         (2, ["reward 0.4=1"], None, 1, "from 0 to 3"),
         (2, ["train.seed=3"], None, 2, "--seeds"),
         (2, [], 1, 2, "--steps"),

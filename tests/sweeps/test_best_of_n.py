@@ -120,11 +120,11 @@ def test_best_of_n_part_tables_findings_and_data() -> None:
     assert shares.header == ["chosen by", "n = 1", "n = 2", "n = 4", "95 % at 4"]
     assert [line[0] for line in shares.lines] == ["orm", "prm", MAJORITY, RANDOM, ORACLE]
     assert shares.lines[1][3] == f"{found[1].mean(4):.1%}"
-    assert gaps.lines[0][0] == "prm less orm"
+    assert gaps.lines[0][0] == "prm minus orm"
     assert part.data["chosen_by"]["prm"]["4"]["mean"] == found[1].mean(4)
 
 
 def test_equals_cannot_be_distinguished() -> None:
     items = random_items(5, 30)
     line = best_of_n_part(choose({"a": [items], "b": [items]}), 2).findings[2]
-    assert line == "b chooses as well as, as far as is shown, a at n = 4: +0.0 points [+0.0 to +0.0]"
+    assert line == "b chooses measurably neither better nor worse than a at n = 4: +0.0 points [+0.0 to +0.0]"

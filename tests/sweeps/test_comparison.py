@@ -102,10 +102,10 @@ def test_shipped_comparison_is_five_cpu_hours_and_says_what_it_can_find(tmp_path
     rows = len(plan.rows)
     arms = 2 * rows - 1  # where there is one update a batch, a clip does nothing, and two rows are one
     assert runs.startswith(f"{arms * 3 * 2 + arms * 10} runs: {arms} of {rows} methods x 2 variants")
-    assert twin.startswith("gspo-published is gspo where updates a batch = 1")
+    assert twin.startswith("gspo-published equals gspo if updates a batch = 1")
     assert float(hours.split()[1]) <= 5.0
-    assert "300 problems of validation" in problems
-    assert "500 problems of test" in problems
+    assert "300 validation problems" in problems
+    assert "500 test problems" in problems
     assert "1.32 (one comparison)" in power  # the issue of seeds: 10 find 1.33 standard deviations
     assert f"level 5% / {rows * (rows - 1) // 2}" in power
 
@@ -157,7 +157,7 @@ def test_more_seeds_and_rows_are_added_to_what_is_there(make_plan: MakePlan, mon
     make_comparison(make_plan(num_seeds=2), train=FakeTraining(monkeypatch))
     more = FakeTraining(monkeypatch)
     plan = make_plan(rows=("dr-grpo", "cispo"), num_seeds=3)
-    assert describe_design(plan, load_records(plan))[0].endswith("; 7 are left")
+    assert describe_design(plan, load_records(plan))[0].endswith("; 7 remaining")
     make_comparison(plan, train=more)
     assert sum("cispo" in name for name in more.names) == 2 + 3
     assert len(more.names) == 7
@@ -254,7 +254,7 @@ def test_tables_say_what_was_measured(make_plan: MakePlan, monkeypatch: pytest.M
     methods, pairs, rates = results.tables
     grpo = dict(zip(methods.header, methods.lines[0], strict=True))
     # seeds 100 and 102 get five of six, 101 four: 14 of 18
-    assert (grpo["method"], grpo["learning rate"], grpo["usable"]) == ("grpo", "1e-05*", "1e-05 alone")
+    assert (grpo["method"], grpo["learning rate"], grpo["usable"]) == ("grpo", "1e-05*", "only 1e-05")
     assert grpo["right"].startswith("77.8% [")
     assert (grpo["peak"], grpo["worst seed"], grpo["over the run"]) == ("77.8%", "66.7%", "47.2%")
     assert grpo["better than grpo"] == "–"
@@ -266,7 +266,7 @@ def test_tables_say_what_was_measured(make_plan: MakePlan, monkeypatch: pytest.M
     assert pairs.lines[0][1].startswith("-11.1 [")
     assert rates.lines[0][1:] == ["83.3%", "50.0%", "1 of 2"]
     lines = "\n".join(results.findings)
-    assert "0 of 1 pairs are apart at the end" in lines
+    assert "0 of 1 pairs differ significantly at the end" in lines
     assert "standard deviations over seeds: 3.07 (one comparison)" in lines
     data = json.loads(results.to_json())
     assert len(data["trials"]) == 10
@@ -278,7 +278,7 @@ def test_one_seed_has_intervals_over_problems_and_no_pairs(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(num_seeds=1)
-    assert "no spread" in describe_design(plan, [])[-1]
+    assert "no difference can be tested" in describe_design(plan, [])[-1]
     make_comparison(plan, train=FakeTraining(monkeypatch))
     results = collect_comparison(plan, load_records(plan), SweepOutcome(), "a command")
     assert len(results.tables) == 2
@@ -332,7 +332,7 @@ def test_what_every_trial_has_for_itself_is_refused(make_plan: MakePlan, key: st
 
 
 def test_rows_that_cannot_differ_are_refused(make_plan: MakePlan, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="gspo-published: the same as gspo"):
+    with pytest.raises(RecipeError, match="gspo-published: identical to gspo"):
         make_plan(("comparison.over.values", "[1]"), rows=("gspo", "gspo-published"))
     plan = make_plan(("comparison.over.values", "[1, 2]"), rows=("gspo", "gspo-published"))
     assert [(row.name, variant) for row, variant in plan.arms] == [
@@ -380,7 +380,7 @@ def test_preference_methods_learn_from_pairs_of_one_sampling_run(tmp_path: Path)
     other = load_comparison(
         "preference-methods", [*PAIRS, ("comparison.pairs.samples", "4")], folder=tmp_path / "x", rows=("kto",)
     )
-    with pytest.raises(RunConflict, match="other settings"):
+    with pytest.raises(RunConflict, match="different settings"):
         make_comparison(other)
 
 

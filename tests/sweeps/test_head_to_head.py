@@ -74,10 +74,10 @@ def test_findings_follow_from_the_intervals() -> None:
     policies = [comparison("b", 0, unclear, better), comparison("a", 0, better, better)]
     part = head_to_head_part(policies, weights, [KNOWS])
     assert part.findings[0] == "the judge agrees with held-out labels: 65.0% [58.2, 71.3], n = 200"
-    assert part.findings[1].startswith("a: wins 80.0% [70.0, 90.0] by the judge: better than the start")
-    assert part.findings[1].endswith("among answers equally long that is not shown")
-    assert "not distinguishable from the start; it wins by the proxy alone" in part.findings[2]
-    assert part.findings[3].endswith("too high: cells/a-seed0")
+    assert part.findings[1].startswith("a: wins 80.0% [70.0, 90.0] under the judge: better than the initial model")
+    assert part.findings[1].endswith("but not measurably at similar length")
+    assert "not distinguishable from the initial model; it wins only under the proxy" in part.findings[2]
+    assert part.findings[3].endswith("optimistic): cells/a-seed0")
     assert [line[:3] for line in part.tables[0].lines] == [
         ["a", "1", "80.0% [70.0, 90.0]"],
         ["b", "1", "55.0% [45.0, 65.0]"],
@@ -89,9 +89,9 @@ def test_head_to_head_part_of_a_judge_like_a_coin_gives_no_verdict() -> None:
     """60 % of 10 pairs: Wilson's interval [31.3, 83.2] has one half in it."""
     better = (0.8, 0.7, 0.9)
     part = head_to_head_part([comparison("a", 0, better, better)], {"a-seed0": "cells/a-seed0"}, [COIN])
-    assert "no better than a coin" in part.findings[0]
+    assert "no better than chance" in part.findings[0]
     assert "60.0% [31.3, 83.2], n = 10" in part.findings[0]
-    assert part.findings[1:] == ["a: wins 80.0% [70.0, 90.0] by the judge"]
+    assert part.findings[1:] == ["a: wins 80.0% [70.0, 90.0] under the judge"]
     assert (part.data["best"], part.data["judge_knows"]) == (None, False)
     assert part.data["judges"][0]["n"] == 10
 
@@ -110,8 +110,8 @@ def test_head_to_head_part_best_is_the_start_if_no_policy_wins_more_than_half() 
     policies = [comparison("a", 0, (0.417, 0.35, 0.48)), comparison("b", 0, (0.3, 0.2, 0.4))]
     part = head_to_head_part(policies, {"start": "start/final", "a-seed0": "a", "b-seed0": "b"}, [KNOWS])
     assert part.data["best"] == "start/final"
-    assert "worse than the start" in part.findings[1]
-    assert part.findings[-1].endswith("which is the best: start/final")
+    assert "worse than the initial model" in part.findings[1]
+    assert part.findings[-1].endswith("initial model is best: start/final")
 
 
 def test_read_agreement_of_pairs_of_answers_and_of_nothing() -> None:
@@ -132,7 +132,7 @@ def read_written(folder: Path, results: Any, item: Any) -> PolicyComparison:
 
 def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) -> None:
     good = answered(3.0, 0.0)
-    with refuses(DataError, "files are damaged"):
+    with refuses(DataError, "damaged files"):
         read_comparison(tmp_path, "a", 0)
     whole = read_written(tmp_path, WRITTEN, good)
     assert whole.measures["reward_judge"][0] == 3.0
@@ -142,8 +142,8 @@ def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) ->
     changes: list[Any] = [b"{", b"[" * 100_000, b"1" * 5000, [], {"results": 7}, WRITTEN | {"others": {"p": 7}}]
     changes += [WRITTEN | {"results": WRITTEN["results"] | {"win_rate": value}} for value in (None, "x", [0.5])]
     for results in changes:
-        with refuses(DataError, "files are damaged"):
+        with refuses(DataError, "damaged files"):
             read_written(tmp_path, results, good)
     for item in (good | {"b": []}, good | {"a": [{"text": "x"}]}, [], b"[" * 100_000):
-        with refuses(DataError, "files are damaged"):
+        with refuses(DataError, "damaged files"):
             read_written(tmp_path, WRITTEN, item)

@@ -69,7 +69,7 @@ def test_what_cannot_be_labelled_is_refused(task: Task, template, tmp_path: Path
     for one, error, message in (
         (item(1, {"<think> 7. </think>": "r"}), RunFailure, "made/1 has no"),
         (other, DataError, "task has made/0"),
-        (item(0, {"<think>": "n"}), RunFailure, "of the answers"),
+        (item(0, {"<think>": "n"}), RunFailure, "no answer in"),
     ):
         write_items([one], tmp_path / "items.jsonl")
         with refuses(error, message):

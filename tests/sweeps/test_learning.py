@@ -88,7 +88,7 @@ def test_the_table_by_hand() -> None:
     low, high = wilson_interval(2, 20)
     assert table.lines[2][:6] == ["start", "–", f"10.0% [{low:.1%}, {high:.1%}]", "–", "–", "0.200"]
     notes = "\n".join(sweep.notes)
-    assert "95 % Student-t interval of the mean over seeds" in notes
+    assert "95 % Student-t interval over seeds" in notes
     assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
     assert make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0].lines[0][2] == "40.0%"  # one seed has no interval
 

@@ -191,8 +191,8 @@ def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
     method = describe_method("grpo", {seed: falling(seed) for seed in range(3)})
     part = overoptimization_part([method])
     assert part.findings == [
-        "grpo: over-optimized: gold goes from 10.0% over 71.0% at √KL 1.00 to 30.0% at √KL 2.00; from that peak on the "
-        "proxy goes from +1.00 to +1.20"
+        "grpo: over-optimized: gold starts at 10.0%, peaks at 71.0% (√KL 1.00) and ends at 30.0% (√KL 2.00); "
+        "after the peak the proxy moves from +1.00 to +1.20"
     ]
     line = part.tables[0].lines[0]
     assert line[:3] == ["grpo", "3", "2.00"]
@@ -213,7 +213,7 @@ def test_what_is_no_over_optimization_is_called_so() -> None:
         "z": {0: falling(0)},
     }
     found = overoptimization_part([describe_method(name, curves) for name, curves in methods.items()]).findings
-    assert found[0] == "dpo: no over-optimization up to √KL 1.00: gold is highest at the end (51.0 ± 2.5%)"
-    assert found[1].startswith("x: gold falls, but the proxy does too:")
-    assert found[2].startswith("y: a fall that may be chance")
-    assert found[3].startswith("z: one seed gives a curve, and no interval")
+    assert found[0] == "dpo: no over-optimization up to √KL 1.00: gold peaks at the end (51.0 ± 2.5%)"
+    assert found[1].startswith("x: gold falls, but so does the proxy:")
+    assert found[2].startswith("y: the fall may be chance")
+    assert found[3].startswith("z: a single seed, so no interval")

@@ -77,7 +77,7 @@ def test_of_a_recipe_only_the_method_is_taken_and_overrides_change_the_base() ->
     assert other.rollout.drop_uniform_groups is True  # the base's
     assert [row.differs for row in plan.rows] == [{}, {"train.lr": (1e-4, 2e-4)}, {}]
     assert plan.trainings[1].recipe.objective.options["clip_high"] == 0.4
-    assert [row.source for row in plan.rows] == ["tiny/grpo", "tiny/grpo with overrides", "a recipe of its own"]
+    assert [row.source for row in plan.rows] == ["tiny/grpo", "tiny/grpo with overrides", "an inline recipe"]
 
 
 def test_rows_and_seeds_can_be_chosen() -> None:
@@ -140,7 +140,7 @@ GRPO = "{objective: grpo"
         (f"{BASE}rows: {{b: {GRPO}, train: {{lr: fast}}}}}}\n", "yaml:6: train.lr"),
         (f"{BASE}rows: {{b: {{objective: {{name: grpo, clip_hgh: 1}}}}}}\n", "objective.clip_hgh"),
         (TO_GRPO.replace("steps", "stesp"), "mine.yaml:4: train.stesp"),
-        (f"{BASE}rows: {{a: {GRPO}, needs: b}}, b: {GRPO}, needs: a}}}}\n", "b need one"),
+        (f"{BASE}rows: {{a: {GRPO}, needs: b}}, b: {GRPO}, needs: a}}}}\n", "b depend on each other"),
         (f"{BASE}rows: {{a: {GRPO}, needs: c}}, b: tiny/grpo}}\n", "yaml:6: rows.a.needs"),
         (f"{BASE}rows: {{a: tiny/sft}}\n", "'a'"),
     ],
@@ -248,8 +248,8 @@ def test_each_value_of_a_key_is_a_row_with_its_seeds(tmp_path: Path) -> None:
         ("tiny/grpo", ("trian.lr", ["1", "2"]), RecipeError, "'trian'"),
         ("tiny/grpo", ("train.lr", ["fast", "slow"]), RecipeError, "train.lr"),
         ("tiny/grpo", ("train.seed", ["1", "2"]), UsageError, "--seeds"),
-        ("tiny/grpo", ("train.lr", ["1e-4", "1e-4"]), UsageError, "be called lr-1e-4"),
-        ("tiny", ("train.lr", ["1", "2"]), UsageError, "sweep with rows"),
+        ("tiny/grpo", ("train.lr", ["1e-4", "1e-4"]), UsageError, "row name lr-1e-4"),
+        ("tiny", ("train.lr", ["1", "2"]), UsageError, "already has rows"),
     ],
 )
 def test_values_that_cannot_be_rows_are_refused(
@@ -420,8 +420,8 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
         ),
         (NEEDS, "  proxy:\n", "  other: tiny/rm\n  proxy:\n", "best_of_n"),
         (NEEDS, "start: {", "start: {model: {trust_remote_code: true}, ", "start.model.trust_remote_code: a file"),
-        (NEEDS, "  proxy:\n", "  proxy:\n    model: {init: {architecture: qwen3}}\n", "with the weights"),
-        (NEEDS, "  grpo:", "  start:", "made of letters"),
+        (NEEDS, "  proxy:\n", "  proxy:\n    model: {init: {architecture: qwen3}}\n", "another run's weights"),
+        (NEEDS, "  grpo:", "  start:", "may contain letters"),
         (STEPS, "needs: labelled", "needs: labelled, task: stories", "the labelled steps"),
         (STEPS, "start: tiny/sft\n", "", "labelled"),
         (RLHF, "judge: judge,", "judge: proxy,", "head_to_head.judge"),

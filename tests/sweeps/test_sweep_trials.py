@@ -77,7 +77,7 @@ def test_run_trials_one_job_every_trial_in_order(make_plan: MakePlan) -> None:
     outcome = fake.run(plan, jobs=1)
     threads = count_cpus()
     assert (outcome.failures, outcome.interrupted) == ({}, False)
-    assert fake.lines[0] == f"4 trials, 1 at a time, threads of each: {threads}"
+    assert fake.lines[0] == f"4 trials, 1 at a time, threads per trial: {threads}"
     assert fake.events == [(trial.name, word) for trial in plan.trials for word in ("started", "finished")]
     assert [starts(plan, trial.name) for trial in plan.trials] == [[f"finish {threads}"]] * 4
     assert fake.lines[-1].endswith("accuracy 50.0% (0 left)")
@@ -109,7 +109,7 @@ def test_a_failing_trial_stops_no_other_and_is_tried_again(make_plan: MakePlan) 
     assert "good-seed0: the process exited with code 1" in (plan.folder / "table.md").read_text()
     again = FakeRunner()
     outcome = again.run(plan, jobs=1)
-    assert (outcome.failures, again.names("goes")) == ({}, ["good-seed0"])
+    assert (outcome.failures, again.names("continued")) == ({}, ["good-seed0"])
     assert doings(plan, "good-seed0") == ["fail", "resume"]
 
 
@@ -129,7 +129,7 @@ def test_a_signal_ends_the_trials_and_the_same_command_goes_on(
     assert outcome.failures == {}  # being stopped is no failure
     assert fake.names("started") == ["good-seed0"]  # no other was begun
     assert status_of(plan.trainings[0].folder) == "interrupted"
-    message = "stopping when what is at work has saved what it has; repeat to stop immediately"
+    message = "stopping after active trials have saved; repeat to stop immediately"
     assert message in capfd.readouterr().err
     again = FakeRunner()
     assert not again.run(plan, jobs=2).interrupted
@@ -137,8 +137,8 @@ def test_a_signal_ends_the_trials_and_the_same_command_goes_on(
     assert [row.step for row in MetricsLog(plan.trainings[0].folder / "metrics.jsonl").read()] == [0, 2]
     more = FakeRunner()
     more.run(make_plan(num_seeds=3), jobs=2)  # what is finished is kept
-    assert more.lines[0].endswith("; 4 finished already")
-    assert sorted(more.names("started", "goes")) == ["good-seed2", "other-seed2"]
+    assert more.lines[0].endswith("; 4 already finished")
+    assert sorted(more.names("started", "continued")) == ["good-seed2", "other-seed2"]
 
 
 def test_an_error_on_our_side_leaves_no_process_behind(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +175,16 @@ def test_a_trial_in_another_process_and_other_folders_are_refused(
     FakeRunner().run(plan)
     with lock_run(plan.trainings[1].folder), pytest.raises(RunConflict) as caught:
         FakeRunner().run(plan)
-    assert f"other-seed0: another process is working in it (pid {os.getpid()} on " in str(caught.value)
-    assert "same command then" in str(caught.value)
+    assert f"other-seed0: another process is using it (pid {os.getpid()} on " in str(caught.value)
+    assert "the same command" in str(caught.value)
     assert "elete" not in str(caught.value)  # it is at work
     monkeypatch.setattr(directory, "TIMEOUT_SECONDS", 600.0)  # another sweep at work is not waited for
-    with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"in this run \(pid {os.getpid()} on "):
+    with lock_run(plan.folder), pytest.raises(RunConflict, match=rf"using this run \(pid {os.getpid()} on "):
         FakeRunner().run(plan)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("dear")
     for place in (tmp_path / "other", tmp_path / "mine.yaml"):
-        with refuses(RunConflict, "something else than"):
+        with refuses(RunConflict, "is not a sweep"):
             FakeRunner().run(load_sweep(str(tmp_path / "mine.yaml"), folder=place))
 
 
@@ -227,7 +227,7 @@ def test_every_trial_begins_after_what_it_needs(make_plan: MakePlan) -> None:
     plan, outcome, fake = run_chain(make_plan, jobs=3)
     assert (outcome.failures, outcome.interrupted, set(read_states(plan).values())) == ({}, False, {"finished"})
     threads = max(1, count_cpus() // 3)
-    assert fake.lines[0] == f"7 trials, 3 at a time, threads of each: {threads}"
+    assert fake.lines[0] == f"7 trials, 3 at a time, threads per trial: {threads}"
     assert fake.events[:2] == [("start", "started"), ("start", "finished")]
     assert starts(plan, "start") == [f"finish {count_cpus()}"]  # nothing else runs before it
     for trial in plan.trials:
@@ -238,12 +238,12 @@ def test_every_trial_begins_after_what_it_needs(make_plan: MakePlan) -> None:
     status = plan.folder / "cells" / "grpo-seed1" / "status.json"
     status.write_text(status.read_text().replace("finished", "running"))
     _, outcome, again = run_chain(make_plan)
-    assert (again.names("started", "goes"), outcome.failures) == (["grpo-seed1"], {})
+    assert (again.names("started", "continued"), outcome.failures) == (["grpo-seed1"], {})
 
 
 def test_a_failure_stops_only_what_needs_it(make_plan: MakePlan) -> None:
     plan, outcome, _ = run_chain(make_plan, doing={"proxy-seed0": "fail"})
-    lost = "not begun, because proxy-seed0 failed"
+    lost = "not started, because proxy-seed0 failed"
     assert list(outcome.failures) == ["proxy-seed0", "grpo-seed0", "proxy-seed0-best-of-n"]
     assert list(outcome.failures.values())[1:] == [lost, lost]
     assert {name for name, state in read_states(plan).items() if state != "finished"} == set(outcome.failures)
@@ -253,7 +253,7 @@ def test_a_failure_stops_only_what_needs_it(make_plan: MakePlan) -> None:
 
 
 def test_without_a_start_there_is_nothing(make_plan: MakePlan) -> None:
-    with refuses(RunFailure, "failed: its process"):
+    with refuses(RunFailure, "failed: the process"):
         run_chain(make_plan, doing={"start": "fail"})
     with refuses(RunFailure, "nothing to report"):
         collect_sweep(make_plan(text=NEEDS), SweepOutcome(), "again")
@@ -301,8 +301,8 @@ def test_answers_that_are_not_those_of_the_sweep_are_refused(make_plan: MakePlan
     item = json.loads(path.read_text())
     for items, message in (
         ([item | {"samples": item["samples"][:2]}], "items.jsonl:1"),
-        ([item | {"samples": []}], "not answers to"),
-        ([item, item | {"id": "b"}], "problems of this"),
+        ([item | {"samples": []}], "answers do not match"),
+        ([item, item | {"id": "b"}], "sweep's problems"),
     ):
         path.write_text("".join(f"{json.dumps(one)}\n" for one in items))
         with refuses(DataError, message):

@@ -1,4 +1,4 @@
-"""``posttrain new``: a small project of your own, with rows, a reward and three recipes that run as they stand."""
+"""``posttrain new``: create a small project with data, a reward and three working recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ num_examples: 128, max_tokens: 96}
 """
 _FILES = {
     "sft.yaml": f"""\
-description: A base model learns from demonstrations to show its steps and then to answer.
+description: A base model learns from demonstrations to show intermediate steps before answering.
 model: {{name: tiny}}
 task: {{name: jsonl, path: data/demonstrations.jsonl}}
 objective: cross_entropy
@@ -33,7 +33,7 @@ data: {{batch_size: 16}}
 train: {{steps: 80, lr: 3.0e-4, warmup_steps: 5, schedule: linear, save_every: 40}}
 {_RECIPE}""",
     "grpo.yaml": f"""\
-description: A model that knows the form and mostly guesses learns from a reward that showing its steps pays.
+description: After SFT, a model that mostly guesses learns from rewards to show intermediate steps.
 model: {{name: tiny-sft}}
 task: {{name: jsonl, path: data/questions.jsonl, validation_share: 0.25}}
 rewards: [{{name: "my_rewards:near", partial: 0.3}}, {{name: xml_format, weight: 0.2}}]
@@ -43,7 +43,7 @@ objective: grpo
 train: {{steps: 40, lr: 6.0e-5, warmup_steps: 5, schedule: linear, save_every: 10}}
 {_RECIPE}""",
     "dpo.yaml": f"""\
-description: A model that mostly guesses learns from pairs to prefer answers that show their steps.
+description: After SFT, a model that mostly guesses learns from pairs to prefer answers with intermediate steps.
 model: {{name: tiny-sft}}
 task: {{name: preferences, path: data/preferences.jsonl}}
 objective: {{name: dpo, beta: 0.1}}
@@ -51,31 +51,31 @@ data: {{batch_size: 16}}
 train: {{steps: 60, lr: 3.0e-5, warmup_steps: 5, schedule: linear, save_every: 10}}
 {_RECIPE}""",
     "my_rewards.py": '''\
-"""Rewards of this project. A function asks for what it wants by the names of its arguments.
+"""Reward functions for this project. Argument names select the inputs.
 
-`answer` is the right answer of the row, `extracted` the answer that was found in the model's text (None without one),
-`text` the whole text. Arguments after `*` are keys of the recipe.
+`answer` is the gold answer, `extracted` the answer found in the response (None if missing), `text` the whole
+response. Arguments after `*` are recipe keys.
 """
 
 
 def near(extracted, answer, *, partial: float = 0.3):
-    """1 for the right number, `partial` for one that is off by one, else 0."""
+    """1 for the correct number, `partial` if off by one, else 0."""
     if extracted is None or not extracted.strip().isdigit():
         return 0.0
     return {0: 1.0, 1: partial}.get(abs(int(extracted) - int(answer)), 0.0)
 ''',
     "README.md": """\
-# A project of posttrain
+# A posttrain project
 
 | file | content |
 |---|---|
-| `data/demonstrations.jsonl` | rows for SFT: a prompt, its solution, its answer |
-| `data/preferences.jsonl` | rows for DPO: a prompt, a chosen and a rejected answer |
-| `data/questions.jsonl` | rows for RL and evaluation: a prompt and its answer; a quarter is held out |
-| `my_rewards.py` | the reward of `grpo.yaml` |
+| `data/demonstrations.jsonl` | SFT rows: prompt, solution, answer |
+| `data/preferences.jsonl` | DPO rows: prompt, chosen answer, rejected answer |
+| `data/questions.jsonl` | RL and evaluation rows: prompt, answer; 25 % held out |
+| `my_rewards.py` | reward function for `grpo.yaml` |
 | `sft.yaml`, `grpo.yaml`, `dpo.yaml` | recipes, each about a minute on two cores |
 
-Each recipe trains a model of 0.9 million parameters that ships with the package:
+Each recipe trains a model with 0.9 million parameters, included in the package:
 
 ```bash
 posttrain train sft.yaml
@@ -85,13 +85,13 @@ posttrain runs
 posttrain runs compare sft grpo dpo
 ```
 
-Then put your own rows into `data/`, change the reward, and set `model.name`. A change on the command line is a new run:
+Next, replace the rows in `data/`, edit the reward, and set `model.name`. Command line overrides start a new run:
 
 ```bash
 posttrain train grpo.yaml --model.name runs/sft --run grpo-after-sft
 ```
 
-`posttrain explain NAME` explains every key and every name in a recipe.
+`posttrain explain NAME` explains any recipe key or name.
 """,
 }
 
@@ -109,7 +109,7 @@ def run_new(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     with storage_errors("a project", folder):
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder}: this is no empty folder. Give a new one")
+            raise UsageError(f"{folder}: this folder is not empty. Give a new folder")
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for name, text in _FILES.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -121,7 +121,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def _stories(split: str, seed: int, responses: str = "none") -> Iterator[Example]:
-    """Yield word problems of one or two steps; those of two splits share no working."""
+    """Generate word problems with up to two steps. Splits share no solutions."""
     options = {"split": split, "seed": seed, "size": NUM_ROWS, "max_steps": 2, "responses": responses}
     return iter(build_task(Component.model_validate({"name": "stories", **options}), "task").examples)
 
@@ -132,7 +132,7 @@ def _demonstrations() -> RowIterator:
 
 
 def _preferences() -> RowIterator:
-    """Yield pairs of an answer with its steps and a wrong guess."""
+    """Generate preference pairs: a worked solution and a wrong guess."""
     for story in _stories("train", 12, "pair"):
         chosen = f"{story.solution} The answer is {story.answer}."
         guess = f"The answer is {story.responses[1].answer}."

@@ -20,7 +20,7 @@ from posttrain.terminal.console import Text, open_console, plain_table, print_js
 
 _SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)([bm])\b")
 _END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")
-# What the folders of training recipes are for.
+# Purpose of each training recipe folder.
 FOLDERS = {
     "tiny": "with the embedded model, in minutes: posttrain train NAME",
     "smollm2": "with SmolLM2 from the package index (0.1B, CPU, 30 minutes): posttrain train NAME",
@@ -31,20 +31,20 @@ FOLDERS = {
 }
 # Folders whose recipes are made for a CPU, although their models have names that tell a size.
 CPU_FOLDERS = ("smollm2",)
-PLANNED_GIB = 80  # of the GPU that the plans are for
+PLANNED_GIB = 80  # memory of the GPU assumed in plans
 COLUMNS = ("recipe", "task", "model", "size", "hardware", "what it does")
 
 
 def run_recipes(arguments: argparse.Namespace) -> int:
-    """List the shipped recipes, or print one as it is written."""
+    """List shipped recipes, or print a recipe file."""
     if arguments.action == "schema":
         if arguments.name is not None:
-            raise UsageError(f"recipes schema: {arguments.name!r} is too many; the schema is of every recipe")
+            raise UsageError(f"recipes schema: {arguments.name!r} is unexpected; the schema covers all recipes")
         print(json.dumps(recipe_schema(), indent=2))
         return 0
     if arguments.action == "show":
         if arguments.name is None:
-            raise UsageError(f"give the recipe's name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
+            raise UsageError(f"missing recipe name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
         print(recipe_text(arguments.name)[1].rstrip())
         return 0
     console, groups = open_console(), recipe_groups()
@@ -61,7 +61,7 @@ def run_recipes(arguments: argparse.Namespace) -> int:
         print_rows(console, table, lines, crop=False)
         console.print()
     console.print(
-        f"GiB: the most that the recipe holds, planned for a GPU of {PLANNED_GIB} GiB: "
+        f"GiB: planned peak memory on a {PLANNED_GIB} GiB GPU:  "
         f"train NAME --dry-run --memory --gpu-memory {PLANNED_GIB}"
     )
     console.print("read one: posttrain recipes show NAME")
@@ -69,7 +69,7 @@ def run_recipes(arguments: argparse.Namespace) -> int:
 
 
 def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
-    """Return the rows (``COLUMNS``) of every shipped recipe, under what it is for and the command that takes it."""
+    """Build table rows (``COLUMNS``) for shipped recipes, grouped by purpose and command."""
     groups: dict[str, list[dict[str, str]]] = {title: [] for title in FOLDERS.values()}
     for name in training_recipe_names():
         folder = name.partition("/")[0] if "/" in name else ""
@@ -86,16 +86,16 @@ def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
 
 @cache
 def planned_gib() -> dict[str, float]:
-    """Return the memory by recipe, for those that need a GPU: the most that a run holds at a time, in GiB.
+    """Load peak memory in GiB for recipes that need a GPU.
 
-    The file is written by ``make docs`` from ``training/memory.py``, which takes seconds and torch.
+    ``make docs`` writes this file with ``training/memory.py``, because planning takes seconds and imports torch.
     """
     text = files("posttrain").joinpath("recipes", "memory.json").read_text(encoding="utf-8")
     return {name: float(gib) for name, gib in json.loads(text).items()}
 
 
 def needs_gpu(name: str) -> bool:
-    """Return whether a training recipe is for a GPU: it names a model of another size than the embedded one."""
+    """Check if a training recipe needs a GPU: it uses a larger model than the embedded one."""
     return _billions(load_recipe(name).model.name) is not None and name.partition("/")[0] not in CPU_FOLDERS
 
 
@@ -104,7 +104,7 @@ def _training_row(name: str, recipe: Recipe) -> dict[str, str]:
 
 
 def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row of a sweep, by the recipe that it starts from, or of a recipe of ``posttrain sae``."""
+    """Build a table row for a sweep, based on its first recipe, or for a ``posttrain sae`` recipe."""
     source = content.get("start") or content.get("base") or {}
     begins = source if isinstance(source, str) else source.get("recipe")
     below = {}
@@ -118,7 +118,7 @@ def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _texts(content: object) -> Iterator[str]:
-    """Yield every text of a document; recipes that a sweep trains are among them."""
+    """Yield all texts in a document, including recipes named in a sweep."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping):
@@ -152,7 +152,7 @@ def _written(size: float | None) -> str:
 
 
 def _billions(model: str) -> float | None:
-    """Return the parameters that a model's name tells; None for those of the package, and for runs on them."""
+    """Guess the parameter count from a model name; None for shipped models and runs based on them."""
     found = _SIZE.search(model)
     if found is None:
         return 0.124 if "gpt2" in model else None

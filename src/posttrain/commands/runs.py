@@ -77,7 +77,7 @@ MAX_VALUE_CHARACTERS = 60
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """List runs and sweeps: as a table, or as data."""
+    """List runs and sweeps, as a table or as JSON."""
     root = arguments.runs_dir
     limit = arguments.limit
     if limit is None:
@@ -106,12 +106,12 @@ def run_list(arguments: argparse.Namespace) -> int:
         more = f"and {len(runs) - len(shown):,} more runs; --limit 0 shows all, PATTERN and --state some"
         console.print(Text(more, style="yellow"))
     total = sum(run.disk_bytes for run in runs) + sum(sweep.disk_bytes for sweep in sweeps)
-    say(console, f"{show_bytes(total)} in all; posttrain runs show NAME prints one in full", "dim")
+    say(console, f"{show_bytes(total)} in total; posttrain runs show NAME shows details", "dim")
     return 0
 
 
 def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[SweepSummary] = ()) -> None:
-    """Print a table with a row per run and sweep, and what is wrong with damaged ones."""
+    """Print a table of runs and sweeps, with errors for damaged ones."""
     rows = []
     for run in runs:
         step = f"{run.step}/{run.steps}"
@@ -141,7 +141,7 @@ def print_runs(console: Console, runs: Sequence[RunSummary], sweeps: Sequence[Sw
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Show one run, or a sweep."""
+    """Show a run or a sweep."""
     console = open_console()
     root = Path(arguments.runs_dir)
     if arguments.name is None:
@@ -176,14 +176,14 @@ def _show_sweep(console: Console, root: Path, name: str) -> None:
     if table.is_file():
         try:
             say(console, f"{read_text_file(table).rstrip()}\n")
-        except DataError as error:  # the runs are shown all the same
+        except DataError as error:  # errors must not prevent the list
             say(console, str(error), "red")
     print_runs(console, runs)
     say(console, f"\nsee {sweep.path / 'report.html'}", "dim")
 
 
 def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: Sequence[Link]) -> None:
-    """Print one run in full: state, lineage, curves, evaluations, the last episode."""
+    """Print a run in full: state, lineage, curves, evaluations, last episode."""
     console.print(Text(info["name"], style="bold"))
     table = plain_table("fact", "value", show_header=False, padding=(0, 2))
     facts = _facts(info, links)
@@ -210,7 +210,7 @@ def _print_run(console: Console, folder: Path, info: Mapping[str, Any], links: S
 
 
 def _facts(info: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[str, str | None]]:
-    """Return what is known of a run, by label."""
+    """Collect facts about a run, keyed by label."""
     name = info["name"]
     children = ", ".join(f"{link.child} ({link.role})" for link in links if link.parent == name)
     checkpoints = []
@@ -247,7 +247,7 @@ def _print_curves(console: Console, rows: Sequence[MetricsRow]) -> None:
 
 
 def _last_episode(folder: Path) -> list[str]:
-    """The newest completion of several turns, where there is one: the prompt, each turn, its calls."""
+    """Format the newest multi-turn completion, if any: prompt, turns and calls."""
     if not (folder / "rollouts.db").is_file():
         return []
     newest = RolloutStore(folder / "rollouts.db", read_only=True).training(limit=1, newest_first=True)
@@ -271,7 +271,7 @@ def describe_link(link: Link) -> str:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Print results of several runs, and the keys in which their recipes differ."""
+    """Compare results from several runs, and list differing recipe keys."""
     root = arguments.runs_dir
     known = every_run_name(root)
     matching = []
@@ -279,7 +279,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         matching += [run for run in known if fits(run, name)] or [name.rstrip("/")]
     names = list(dict.fromkeys(matching))
     if len(names) < 2:
-        raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
+        raise UsageError("give two or more runs: posttrain runs compare NAME NAME")
     side_by_side = put_side_by_side([find_run(root, name) for name in names])
     if not print_json(to_data(side_by_side, names)):
         _print_side_by_side(open_console(), side_by_side, names)
@@ -287,7 +287,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, object]:
-    """Return plain data; a key that a recipe does not have is missing from its mapping."""
+    """Convert a comparison to plain data; keys missing from a recipe are omitted."""
     recipe = {
         key: {name: value for name, value in zip(names, values, strict=True) if value is not ABSENT}
         for key, values in side_by_side.recipe.items()
@@ -323,7 +323,7 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
     if recipe:
         keys_alike = "further keys"
     say(console, f"the recipes are equal in {side_by_side.num_equal_keys} {keys_alike}", "dim")
-    say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
+    say(console, "single runs are anecdotal; `posttrain sweep` trains multiple seeds", "dim")
 
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
@@ -356,16 +356,16 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
 
 
 def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> bool:
-    """Ask before a deletion if ``--yes`` is not given; print that nothing was changed where the answer is no.
+    """Ask for confirmation unless ``--yes`` is given; report that nothing changed if declined.
 
     Raises:
-        UsageError: there is no terminal to ask.
+        UsageError: no terminal to ask in.
     """
     if arguments.dry_run:
         say(console, f"would delete {what}; nothing was changed")
         return False
     if not arguments.yes and not sys.stdin.isatty():
-        raise UsageError(f"Delete {what}? There is no terminal to ask; give --yes. Nothing was changed")
+        raise UsageError(f"Delete {what}? No terminal to ask in; give --yes. Nothing was changed")
     if arguments.yes or input(harmless(f"Delete {what}? [y/N] ")).strip().lower() in ("y", "yes"):
         return True
     say(console, "nothing was changed")
@@ -373,7 +373,7 @@ def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> b
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Print which checkpoints would go, ask, delete. With ``--all``, a run at work is left out."""
+    """Show checkpoints to delete, ask, and delete. With ``--all``, running runs are skipped."""
     root = arguments.runs_dir
     keep = parse_keep(arguments.keep)
     console = open_console()
@@ -410,7 +410,10 @@ def _prune_all(
         say(console, f"{run.name}: delete {', '.join(going)} ({show_bytes(size)}); keep {', '.join(map(str, kept))}")
         best = best_step(folder)
         if best in steps:
-            say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
+            say(
+                console,
+                f"{run.name}: {best} is the best checkpoint; without it, the run name refers to the newest checkpoint",
+            )
     what = f"{pluralize(count, 'checkpoint')} of {pluralize(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
@@ -421,16 +424,16 @@ def _prune_all(
 
 
 def run_delete(arguments: argparse.Namespace) -> int:
-    """Delete runs and sweeps, or checkpoints of one run."""
+    """Delete runs and sweeps, or checkpoints from a single run."""
     root = arguments.runs_dir
     console = open_console()
     if not arguments.names:
-        raise UsageError("give the names of runs. Nothing was changed")
+        raise UsageError("missing run names. Nothing was changed")
     if not arguments.step:
         _delete_runs(console, root, locate_all(root, arguments.names), arguments)
         return 0
     if len(arguments.names) != 1:
-        raise UsageError("--step N deletes checkpoints of one run; give its name. Nothing was changed")
+        raise UsageError("--step N deletes checkpoints; give exactly one run name. Nothing was changed")
     place = locate_run(root, arguments.names[0])
     refuse_live(root, place)
     steps = check_steps(root, place, arguments.step, find_links(root), force=arguments.force)
@@ -450,9 +453,9 @@ def _delete_runs(console: Console, root: str, places: Sequence[NamedFolder], arg
         if len(used) > NUM_NAMED:
             more = f"\n  and {len(used) - NUM_NAMED} more"
         raise RunConflict(
-            f"other runs were trained from or with what would go:\n{lines}{more}\n"
-            "They can then no longer be resumed, nor loaded if they are adapters. Nothing was changed; name them as "
-            "well, or delete it all the same with --force"
+            f"other runs depend on these files:\n{lines}{more}\n"
+            "Without them, these runs cannot be resumed, and adapters cannot be loaded. Nothing was changed; also give "
+            "those names, or delete anyway with --force"
         )
     sizes = [disk_bytes(place.path) for place in places]
     for place, size in zip(places, sizes, strict=True):
@@ -478,15 +481,15 @@ def _describe_place(root: str, place: NamedFolder) -> str:
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
-    """Train on by the run's own recipe, as ``posttrain train --resume`` does; returns the exit code.
+    """Resume training with the stored recipe, like ``posttrain train --resume``; returns the exit code.
 
     Raises:
-        RunConflict: a process works in it.
+        RunConflict: another process uses this run.
     """
     from posttrain.commands.interpret.sae import train_sae_recipe
     from posttrain.commands.train import check_recipe, train_recipe
     from posttrain.runs.launch import RunStart
-    from posttrain.runs.models import read_run_recipe  # torch, which a list of the runs does without
+    from posttrain.runs.models import read_run_recipe  # imports torch, which listing runs does not need
 
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
@@ -518,15 +521,13 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def run_manage(arguments: argparse.Namespace) -> int:
-    """Take the actions line by line, until the user leaves.
+    """Read and execute actions line by line, until the user quits.
 
     Raises:
-        UsageError: standard input is no terminal.
+        UsageError: standard input is not a terminal.
     """
     if not sys.stdin.isatty():
-        raise UsageError(
-            "runs manage asks in a terminal, and there is none; `posttrain runs --help` lists the commands"
-        )
+        raise UsageError("runs manage needs a terminal; `posttrain runs --help` lists non-interactive commands")
     console = open_console()
     line = "list"
     while line not in ("q", "quit", "exit"):
@@ -550,7 +551,7 @@ def run_manage(arguments: argparse.Namespace) -> int:
 
 def _run_action(root: str, action: str, *words: str) -> None:
     if action not in ACTIONS:
-        raise UsageError(f"there is no action {action!r}.{suggest(action, ACTIONS)}")
+        raise UsageError(f"unknown action {action!r}.{suggest(action, ACTIONS)}")
     parser = options.Parser(action, allow_abbrev=False)
     options.RUNS[action].add_to(parser)
     namespace = parser.parse_args(words)

@@ -1,6 +1,6 @@
-"""``posttrain sweep``: rows x seeds as one question, with one table, one page and one picture.
+"""``posttrain sweep``: train rows x seeds, producing a shared table, page and plot.
 
-Only the standard library is imported here until it runs (see ``cli``).
+Imports only the standard library until executed (see ``cli``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from posttrain.sweeps.plan import SweepPlan
 
 EPILOG = """\
-the same command again goes on where it stopped; finished trials are kept:
+repeat a command to continue; finished trials are reused:
   posttrain sweep ppo-grpo-dpo --seeds 3
   posttrain sweep tiny/grpo --over train.lr=1e-4,3e-4,1e-3 --seeds 3
   posttrain sweep mine.yaml --rows grpo,dapo --train.steps 60 --rows.dapo.objective.clip_high 0.3
@@ -26,41 +26,41 @@ the same command again goes on where it stopped; finished trials are kept:
 
 
 def read_over(text: str) -> tuple[str, list[str]]:
-    """Split ``train.lr=1e-4,3e-4`` into the key and its values."""
+    """Split ``train.lr=1e-4,3e-4`` into key and values."""
     from posttrain.recipes.overriding import split_values
 
     key, _, listed = text.partition("=")
     values = split_values(listed)
     if not key.strip() or len(values) < 2 or not all(values):
-        raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"needs KEY=A,B with two or more values, not {shown(text)}")
     return key.strip().removeprefix("--"), values
 
 
 OPTIONS = CommandOptions(
     option(
         "recipe", metavar="SWEEP_OR_RECIPE",
-        help="a sweep that `posttrain recipes` lists, a file, or a recipe of one run",
+        help="a sweep listed by `posttrain recipes`, a file, or a single-run recipe",
     ),
     option(
         "--over", type=read_over, metavar="KEY=A,B",
-        help="a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4",
+        help="for single-run recipes, a row per key value: train.lr=1e-4,3e-4",
     ),
     option(
         "--rows", type=names_between_commas, metavar="A,B",
-        help="only these rows and what they need (default: all)",
+        help="only these rows and prerequisites (default: all)",
     ),
-    option("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)"),
-    option("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)"),
-    option("--run", metavar="NAME", help="name of the directory (default: the sweep's name)"),
-    option("--dry-run", action="store_true", help="check everything and print it resolved; run nothing"),
-    option("--quiet", action="store_true", help="no progress and no table, only where the files are"),
+    option("--seeds", type=repetitions, metavar="N", help="runs per row (default: set in the file)"),
+    option("--jobs", type=positive, metavar="N", help="concurrent trials (default: cores; 1 on a GPU)"),
+    option("--run", metavar="NAME", help="directory name (default: sweep name)"),
+    option("--dry-run", action="store_true", help="check and print the resolved sweep without running"),
+    option("--quiet", action="store_true", help="hide progress and table; print only file locations"),
     usage="posttrain sweep SWEEP_OR_RECIPE [options] [--section.key value ...] [--rows.NAME.key value ...]",
     epilog=EPILOG,
 )  # fmt: skip
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Check every trial, make those that are not finished, and write results, tables, picture and page."""
+    """Check all trials, run unfinished ones, and write results, tables, plot and page."""
     from posttrain.api.sweep import folder_of, load_plan, make_sweep
     from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.comparison.plan import ComparisonPlan
@@ -101,7 +101,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
-    """Check the recipe of every row as a run does before it trains, and say what is missing."""
+    """Check every row's recipe before training, and report missing prerequisites."""
     from posttrain.api.training import refuse_tasks
     from posttrain.commands.train import check_data, check_tools, tell_missing
     from posttrain.sweeps.comparison.plan import ComparisonPlan
@@ -121,7 +121,7 @@ def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
 
 
 def describe_plan(plan: SweepPlan | ComparisonPlan) -> list[str]:
-    """Describe the trials and what each needs, how rows differ from their base, and options that do nothing."""
+    """Describe trials and prerequisites, differences between rows, and inactive options."""
     from posttrain.api.training import inert_lines
     from posttrain.sweeps.comparison.plan import ComparisonPlan, describe_design
     from posttrain.sweeps.comparison.runner import load_records

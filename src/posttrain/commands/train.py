@@ -27,12 +27,12 @@ def run_train(arguments: argparse.Namespace) -> int:
     recipe = check_recipe(arguments.recipe, arguments.overrides)
     check_run_name(arguments.run or "run")
     if arguments.memory and not arguments.dry_run:
-        raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
+        raise UsageError("--memory needs --dry-run, which prints the recipe without training")
     if arguments.gpu_memory is not None and not arguments.memory:
-        raise UsageError("--gpu-memory is for --memory, which prints a plan; add --dry-run --memory")
+        raise UsageError("--gpu-memory needs --memory; add --dry-run --memory")
     if arguments.dry_run:
         if arguments.resume or arguments.accept_changes:
-            raise UsageError("--dry-run continues no run; leave out --resume and --accept-changes")
+            raise UsageError("--dry-run cannot resume; remove --resume and --accept-changes")
         check_data(recipe.task, recipe.eval, recipe.data)
         check_tools(recipe.environment, recipe.tools or (), recipe.rewards)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
@@ -47,15 +47,15 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def start_of(arguments: argparse.Namespace) -> RunStart:
-    """Return the place and the beginning of a run, as the options of ``train`` and ``sae train`` say."""
+    """Build run location and start options from command line arguments of ``train`` or ``sae train``."""
     return RunStart(arguments.runs_dir, arguments.run, arguments.recipe, arguments.resume, arguments.accept_changes)
 
 
 def check_recipe(name: str, overrides: Sequence[Override]) -> Recipe:
-    """Return the resolved recipe; print on stderr which options an override replaced.
+    """Resolve the recipe; print replaced options on stderr.
 
     Raises:
-        UsageError: as ``read_recipe``.
+        UsageError: see ``read_recipe``.
     """
     recipe, notes = read_recipe(name, overrides)
     for line in notes:
@@ -64,8 +64,8 @@ def check_recipe(name: str, overrides: Sequence[Override]) -> Recipe:
 
 
 def train_recipe(recipe: Recipe, start: RunStart, *, quiet: bool) -> int:
-    """Train a checked recipe in a run directory, say where it is, and return the exit code."""
-    if is_follower():  # torchrun has started several of this command; the first one reports
+    """Train a checked recipe in a run directory, print the location, and return the exit code."""
+    if is_follower():  # torchrun started multiple copies; rank 0 reports
         return follow()
     with choose_progress(start.recipe_name, quiet) as progress:
         result = launch(recipe, start, observer=progress, summarize=write_run_summary)
@@ -80,11 +80,11 @@ def train_recipe(recipe: Recipe, start: RunStart, *, quiet: bool) -> int:
 
 
 def check_data(trained: Component, evaluation: EvalSection, data: DataSection | None) -> None:
-    """Read the files that the tasks of a recipe name, as a run does; print the notes of a run on stderr.
+    """Read all task files in a recipe, as training would; print notes on stderr.
 
     Raises:
-        DataError: a file or row that a run would refuse.
-        UsageError: conversations in which nothing is trained.
+        DataError: an invalid file or row.
+        UsageError: conversations without trained tokens.
     """
     from posttrain.data.reading import HUB
     from posttrain.data.render.rows import refuse_untrained
@@ -114,10 +114,10 @@ def check_data(trained: Component, evaluation: EvalSection, data: DataSection | 
 
 
 def check_tools(environment: Component | None, tools: Sequence[Component], rewards: Sequence[Component]) -> None:
-    """Make the environment and tools of a recipe once, as a run does.
+    """Create the recipe's environment and tools once, as training would.
 
     Raises:
-        UsageError: they cannot be used, or give nothing for a reward.
+        UsageError: unusable tools, or missing reward inputs.
     """
     if environment is not None or tools:
         from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
@@ -128,9 +128,9 @@ def check_tools(environment: Component | None, tools: Sequence[Component], rewar
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
-    """Print on stderr which models and runs are missing: a recipe that is only printed may need some made first.
+    """Print missing models and runs on stderr, since a dry run does not train them.
 
-    ``made``: a folder in which these recipes' runs come to be.
+    ``made``: folder for runs of prerequisite recipes.
     """
     begins_with: dict[str, str] = {}
     for recipe in recipes:
@@ -143,7 +143,7 @@ def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
     for name, key in begins_with.items():
         will_be = made is not None and Path(name).absolute().is_relative_to(made.absolute())
         if is_missing(name) and not will_be:
-            _note(f"{key}: there is no folder {name}; to be made before this is trained")
+            _note(f"{key}: missing folder {name}; create it before training")
 
 
 def _note(text: str) -> None:
@@ -151,9 +151,9 @@ def _note(text: str) -> None:
 
 
 def _print_memory(recipe: Recipe, gpu_gib: int | None) -> None:
-    """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run.
+    """Print a memory estimate on stderr, keeping stdout a valid recipe.
 
-    ``gpu_gib``: GiB of the GPU to plan for; None for what trains on this machine.
+    ``gpu_gib``: GPU memory to plan for, in GiB; None to plan for this machine.
     """
     from posttrain.terminal.console import show_bytes
     from posttrain.training.memory import estimate_memory  # takes transformers, which a dry run else does without
@@ -170,7 +170,7 @@ def _print_memory(recipe: Recipe, gpu_gib: int | None) -> None:
     who = "one process"
     if recipe.scale.processes > 1:
         who = f"each of {recipe.scale.processes} processes"
-    about = "an estimate (docs/how-to/fit-in-memory.md says what is counted)"
+    about = "an estimate (explained in docs/how-to/fit-in-memory.md)"
     print(f"memory of {who}{where}, {about}:", file=sys.stderr)
     for name, num_bytes in estimate.rows():
         if num_bytes:

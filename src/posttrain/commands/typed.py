@@ -1,6 +1,6 @@
-"""Reading what a user typed: options in our spelling, dotted keys of a recipe, the likely meaning of an unknown word.
+"""Parsing of typed words: our option spelling, dotted recipe keys, and suggestions for unknown words.
 
-Only the standard library is imported here, as in ``cli``.
+Imports only the standard library, like ``cli``.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from posttrain.errors import UsageError, nearest
 from posttrain.other_names import answer_absent, answer_command, answer_option, answer_other_name
 from posttrain.other_names.command_names import WORDS
 
-ANY = ("",)  # in the place of sections whose keys are options: all of a recipe
-_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # hyphen, and what web pages and word processors make of it
+ANY = ("",)  # placeholder for commands that accept all recipe keys
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # hyphen, and look-alikes from web pages and word processors
 _OTHER_DASH = re.compile(f"-*[{_DASHES[1:]}][{_DASHES}]*[A-Za-z][\\w.-]*")
 
 
 def split_overrides(
     arguments: Sequence[str], parser: argparse.ArgumentParser, sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the arguments of the command itself, words before options, and dotted keys with their values.
+    """Split arguments into command arguments, positional words first, and dotted keys with values.
 
-    Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override. Words stand together,
-    because argparse before Python 3.12 looks for them in one place alone.
+    Every ``--key value`` or ``--key=value`` that is not a command option becomes an override. Positional words are
+    grouped, because argparse before Python 3.12 expects them together.
 
     Raises:
-        UsageError: neither an option nor a key in ``sections`` (ANY: the recipe will judge), no value, or a second one.
+        UsageError: unknown option, not in ``sections`` (ANY defers the check to the recipe), or a missing or repeated
+            value.
     """
     words: list[str] = []
     own: list[str] = []
@@ -44,7 +45,7 @@ def split_overrides(
         if token == "--":
             return [*own, *words, token, *rest], list(overrides.items())
         if rest[:1] == ["="] and rest[1:]:
-            raise UsageError(f"{quoted} = {shown(rest[1])[1:-1]}: leave out the =, as in --{key} VALUE")
+            raise UsageError(f"{quoted} = {shown(rest[1])[1:-1]}: remove the =, write --{key} VALUE")
         if action is not None:
             own.append(token)
             if rest and not equals:
@@ -53,7 +54,7 @@ def split_overrides(
                     own.append(rest.pop(0))
             continue
         if _OTHER_DASH.fullmatch(name):
-            raise UsageError(f"{quoted}: this begins with a dash that is no hyphen. Write --{key}")
+            raise UsageError(f"{quoted}: starts with a dash instead of a hyphen. Write --{key}")
         if not token.startswith("-") or " " in name or token[1:2] in "0123456789.":
             words.append(token)
             continue
@@ -64,7 +65,7 @@ def split_overrides(
                 known = [option for option in parser._option_string_actions if option.startswith("--")]
                 known += [f"--{section}.KEY" for section in sections]
                 listed = f" Known: {', '.join(known)}"
-            raise UsageError(f"there is no option {quoted}.{_suggest(name, parser, sections)}{listed}")
+            raise UsageError(f"unknown option {quoted}.{_suggest(name, parser, sections)}{listed}")
         if equals:
             following = value
         elif rest:
@@ -80,22 +81,22 @@ def split_overrides(
 
 
 def _word_of(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return how a command takes what is an option elsewhere (``--model tiny``), if it is a word without one."""
+    """Suggest the right syntax if a positional word is used as an option (``--model tiny``)."""
     words = parser._get_positional_actions()
     plain = name.strip("-").replace("-", "_")
     listed = " ".join(str(word.metavar or word.dest) for word in words)
     for word in words:
         if plain in WORDS.get(word.dest, "").split():
-            return f" {word.metavar} stands without one: `{parser.prog} {listed}`."
+            return f" {word.metavar} is positional: `{parser.prog} {listed}`."
     return ""
 
 
 def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]) -> str:
-    """Return what was probably meant by ``name``, which is no option of the command."""
+    """Suggest a correction for ``name``, an unknown option."""
     if "." in name and (sections == ANY and not name.startswith("--")):
         return f" Did you mean -{name}?"
     if "." in name and parser.prog.endswith(" resume"):
-        return " A run goes on by its own recipe, but for its length: --steps N."
+        return " Resumed runs keep the stored recipe; only --steps N can change."
     said = answer_command(parser.prog.partition(" ")[2], name) or _word_of(name, parser)
     if said:
         return said
@@ -115,7 +116,7 @@ def _suggest(name: str, parser: argparse.ArgumentParser, sections: Sequence[str]
 
 
 def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the arguments with ``--max_tokens`` written as ``--max-tokens``, where that is a known option."""
+    """Rewrite ``--max_tokens`` as ``--max-tokens`` for known options."""
     words = list(arguments)
     end = len(words)
     if "--" in words:
@@ -129,9 +130,9 @@ def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def with_own_template_option(arguments: Sequence[str], known: Collection[str], *, trains: bool) -> list[str]:
-    """Return the arguments with the option of the prompt template as the command names it.
+    """Rewrite prompt template options to the spelling used by the command.
 
-    A recipe has the key ``prompt.template`` (``trains``), other commands the option ``--template``; both take both.
+    Recipes use ``prompt.template`` (``trains``), other commands ``--template``. Both spellings work everywhere.
     """
     if not trains and "--template" not in known:
         return list(arguments)
@@ -149,7 +150,7 @@ def with_own_template_option(arguments: Sequence[str], known: Collection[str], *
 
 
 def refuse_command(command: str, known: Sequence[str]) -> None:
-    """Refuse what is no command, with the one that is meant: a name elsewhere, an action, a slip, or a recipe.
+    """Reject an unknown command, suggesting a command, an action, a typo correction, or a recipe.
 
     Raises:
         UsageError: always.
@@ -167,14 +168,14 @@ def refuse_command(command: str, known: Sequence[str]) -> None:
         from posttrain.recipes.document import recipe_hint  # pydantic, for errors alone
 
         hint = recipe_hint(command, "posttrain train ")
-    raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(commands)}")
+    raise UsageError(f"unknown command {shown(command)}.{hint} Commands: {', '.join(commands)}")
 
 
 def refuse_action(command: str, words: Sequence[str], actions: Sequence[str]) -> None:
-    """Refuse a word after a command with actions that is none of them.
+    """Reject an unknown action.
 
     Raises:
-        UsageError: with the action that is meant.
+        UsageError: suggests a valid action.
     """
     if not words or words[0].startswith("-") or words[0] in actions:
         return
@@ -188,16 +189,16 @@ def refuse_action(command: str, words: Sequence[str], actions: Sequence[str]) ->
     hint = ""
     if meant:
         hint = f" Did you mean `posttrain {command} {meant}`?"
-    raise UsageError(f"there is no action {shown(word)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}")
+    raise UsageError(f"unknown action {shown(word)} for `posttrain {command}`.{hint} Actions: {', '.join(actions)}")
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:
-    """Return the words after ``runs`` as argparse is to read them: without an action, ``list`` is meant."""
+    """Insert the default action ``list`` after ``runs`` if no action is given."""
     words = list(arguments)
-    start = 0  # of what is not an option of every action
+    start = 0  # not an option shared by all actions
     while start < len(words) and (words[start] == "--traceback" or words[start].startswith("--runs-dir")):
         if words[start] == "--runs-dir":
-            start += 1  # its value
+            start += 1  # the option's value
         start += 1
     has_action = start < len(words) and not words[start].startswith("-")
     asks_for_help = start < len(words) and words[start] in ("-h", "--help")

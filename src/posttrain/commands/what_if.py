@@ -1,6 +1,6 @@
-"""``posttrain what-if``: exact futures of a run with one thing changed, and the unchanged one.
+"""``posttrain what-if``: exact counterfactual continuations of a run, plus an unchanged one.
 
-Only the standard library is imported here until it runs (see ``cli``).
+Imports only the standard library until executed (see ``cli``).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from posttrain.api.what_if import WhatIf
 
 EPILOG = """\
-a change acts from the step after --at on; each value between commas is a future:
+changes apply from the step after --at; each comma-separated value is a separate future:
   posttrain what-if mine --at 40 train.lr=1e-5,1e-4 objective.clip_high=0.3 --seeds 3
-  posttrain what-if mine --at 40 'objective=reinforce & regularize=null'   both in one future
+  posttrain what-if mine --at 40 'objective=reinforce & regularize=null'   combined in a single future
   posttrain what-if mine --at 40 drop prompt:0-7 --steps 1     step 41 without prompt 0, 1, ... (3+5: without both)
   posttrain what-if mine --at 40 reward 3.2=0                  answer 2 to prompt 3 of step 41 gets the reward 0
-  posttrain what-if runs/what-if-mine-at-40                    the table again
-prompts of a step and answers to each are numbered from 0, in the order of its records
+  posttrain what-if runs/what-if-mine-at-40                    show results again
+prompts and answers are numbered from 0, in recorded order
 """
 
 OPTIONS = CommandOptions(
-    option("run", metavar="RUN", help="a run with a checkpoint of that step or before; or results, to show them again"),
+    option("run", metavar="RUN", help="a run with a checkpoint at or before STEP; or a results folder to display"),
     option("changes", metavar="CHANGE", nargs="*", help="KEY=A,B, or drop prompt:N, or reward N.M=A,B"),
-    option("--at", type=natural, metavar="STEP", help="go on from the weights after this step"),
-    option("--steps", type=positive, metavar="N", help="steps of each future (default: 20, or what the run has left)"),
-    option("--seeds", type=repetitions, default=1, metavar="N", help="futures of each change (default: 1, the run's)"),
-    option("--jobs", type=positive, metavar="N", help="futures at a time (default: what the cores allow; 1 on a GPU)"),
-    option("--run", dest="name", metavar="NAME", help="name of the results (default: what-if-RUN-at-STEP)"),
-    option("--quiet", action="store_true", help="no progress and no table, only where the files are"),
+    option("--at", type=natural, metavar="STEP", help="continue from the state after this step"),
+    option("--steps", type=positive, metavar="N", help="steps per future (default: 20, or the remaining steps)"),
+    option("--seeds", type=repetitions, default=1, metavar="N", help="futures per change (default: 1, the run's seed)"),
+    option("--jobs", type=positive, metavar="N", help="concurrent futures (default: limited by cores; 1 on a GPU)"),
+    option("--run", dest="name", metavar="NAME", help="results folder name (default: what-if-RUN-at-STEP)"),
+    option("--quiet", action="store_true", help="hide progress and table; print only file locations"),
     usage="posttrain what-if RUN --at STEP [CHANGE ...] [options]",
     epilog=EPILOG,
 )  # fmt: skip
 
 
 def run_what_if(arguments: argparse.Namespace) -> int:
-    """Check what is asked for, play the futures, and print their table; 1 where one failed or nothing is as it was."""
+    """Check arguments, play futures, print a table; exit code 1 if one failed or the unchanged one differs."""
     from posttrain.api.what_if import load_what_if, play_futures
     from posttrain.errors import INTERRUPTED, UsageError
     from posttrain.runs.directory import find_run
@@ -55,9 +55,9 @@ def run_what_if(arguments: argparse.Namespace) -> int:
 
     if arguments.at is None:
         if not is_result(arguments.run):
-            raise UsageError("--at: after which step does something change? Give --at STEP")
+            raise UsageError("--at: missing. Give --at STEP, the last unchanged step")
         if arguments.changes:
-            raise UsageError(f"{arguments.run}: these are results, which are only shown. Leave the changes out")
+            raise UsageError(f"{arguments.run}: a results folder can only be displayed. Remove the changes")
         return _show(load_what_if(arguments.run), is_brief=False)
     run = find_run(arguments.runs_dir, arguments.run)
     planned = plan_futures(run, arguments.at, arguments.changes, arguments.steps, arguments.seeds)
@@ -70,7 +70,7 @@ def run_what_if(arguments: argparse.Namespace) -> int:
 
 
 def _show(done: WhatIf, *, is_brief: bool) -> int:
-    """Print table, equality and failures, and where the files are; return the exit code."""
+    """Print table, equality check, failures and file locations; return the exit code."""
     from posttrain.terminal.console import leaves_out_tables, open_console, print_table, say
 
     console = open_console()
@@ -92,7 +92,7 @@ def _show(done: WhatIf, *, is_brief: bool) -> int:
 
 
 def play_rest(arguments: Sequence[str]) -> int:
-    """Play the futures of a folder as one of several processes; return the exit code."""
+    """Worker entry point: play futures in a folder; return the exit code."""
     from pathlib import Path
 
     from posttrain.errors import INTERRUPTED

@@ -188,7 +188,7 @@ def find_or_train(
     """
     finished, unfinished = find_runs(recipe, root)
     if finished is not None:
-        say(f"{recipe_name}: using finished run {finished}")
+        say(f"{recipe_name}: found a finished run, {finished}")
         return finished, None
     name = None
     if unfinished is None:

@@ -63,7 +63,7 @@ class RunSummary:
 
     @property
     def goodness(self) -> tuple[str, float] | None:
-        """The primary metric, and a number that is larger for what is better; None where it was not evaluated."""
+        """Primary metric, and a number that increases with quality; None if never evaluated."""
         metric = metric_of(self.primary_metric or "")
         value = metric.value(self.held_out)
         if value is None:

@@ -1,1 +1,1 @@
-"""Many runs as one question: rows x seeds, one plan, one runner, one report."""
+"""Sweeps: train several methods with several seeds, and compare the results."""

@@ -1,7 +1,7 @@
-"""Best of n: which reward model chooses best among n answers, and how far a policy may be trained against one.
+"""Best-of-n: compare reward models as selectors, and measure over-optimization against one.
 
-Choices are compared with a vote, a random pick and an oracle. Over-optimization is gold and proxy reward against √KL,
-for best-of-n and for trained policies; the distance of a policy is d = √KL(π‖π_start), KL in nats per answer.
+Selection is compared with majority vote, random choice and an oracle. Over-optimization plots gold and proxy reward
+against √KL for best-of-n and trained policies. A policy's distance is d = √KL(π‖π_start), with KL in nats per answer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.results import SweepPart, show_summary
 
 RANDOM = "random pick"
-# The measure of each way to choose among n of an item's answers.
+# Measure for each selection method.
 _MEASURES = {"majority": "majority", RANDOM: "accuracy", "oracle": "pass"}
 CHOICE_NOTES = [
-    "every column is the mean over all subsets of n of the answers to a problem; ties are shared",
-    "intervals are over the held-out problems (of differences: a paired bootstrap), of the mean over seeds; thin lines "
-    "are single seeds",
-    "majority: the most frequent final answer; oracle: any of the n is right, the most that any choice can reach",
+    "every column averages over all size-n subsets of a problem's answers; ties are shared",
+    "intervals are over held-out problems, after averaging over seeds (differences: paired bootstrap); thin lines are "
+    "individual seeds",
+    "majority: the most frequent final answer; oracle: correct if any of the n is, an upper bound for selection",
 ]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The share of right answers among those that a reward model, a vote or chance chooses from n, for each n.
+    """Accuracy of the answer selected from n by a reward model, by vote or at random, for each n.
 
-    ``values[n]``: per problem, the mean over seeds. ``seeds[n]``: per seed, the mean over problems.
-    ``bounds[n]``: the 95 % interval over problems.
+    ``values[n]``: mean over seeds, per problem. ``seeds[n]``: mean over problems, per seed. ``bounds[n]``: 95 %
+    interval over problems.
     """
 
     name: str
@@ -48,28 +48,28 @@ class Chosen:
 
 
 def powers_of_two(items: Sequence[Item]) -> list[int]:
-    """1, 2, 4, ... below the number of answers that each item has, and that number."""
+    """List the powers of two below the number of answers per item, followed by this number."""
     samples = min(len(item.samples) for item in items if item.samples)
     below = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent < samples]
     return [*below, samples]
 
 
 def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
-    """Every reward model, then majority, a random pick and the oracle, on the same answers.
+    """Score every reward model, then majority vote, random choice and oracle, on identical answers.
 
-    A problem whose prompt did not fit has no answers, and counts as wrong for all of them.
+    Problems whose prompt was too long have no answers, and count as incorrect for every selector.
 
     Args:
-        evaluations: by reward model, the items of each seed.
+        evaluations: items for each seed, by reward model.
 
     Raises:
-        DataError: reward models had different answers to choose from.
+        DataError: reward models chose from different answers.
     """
     first_name, first = next(iter(evaluations.items()))
     for name, seeds in evaluations.items():
         for seed, (own, other) in enumerate(zip(seeds, first, strict=True)):
             if _answers(own) != _answers(other):
-                what = f"{name} and {first_name} had different answers to choose from; delete it and repeat"
+                what = f"{name} and {first_name} chose from different answers; delete the evaluation and repeat"
                 raise DataError("chosen", f"seed {seed}: {what}")
     ns = powers_of_two([item for items in first for item in items])
     ways = [(name, "best_of", seeds) for name, seeds in evaluations.items()]
@@ -81,7 +81,7 @@ def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
             table = [item_values(items, f"{measure}@{n}") for items in seeds]
             choices.values[n] = [statistics.fmean(column) for column in zip(*table, strict=True)]
             choices.seeds[n] = [statistics.fmean(row) for row in table]
-            used = n  # of an item's answers, by one choice
+            used = n  # answers used per choice
             if name == RANDOM:
                 used = 1
             choices.bounds[n] = item_interval(choices.values[n], len(seeds) * max(1, max(ns) // used))
@@ -94,9 +94,9 @@ def _answers(items: Sequence[Item]) -> list[tuple[str, list[str]]]:
 
 
 def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> SweepPart:
-    """The part of a sweep's report about choices among answers; the first ``num_models`` are reward models.
+    """Build the report section on selection; the first ``num_models`` choices are reward models.
 
-    Each later reward model is compared with the first, and each with majority and a random pick.
+    Later reward models are compared with the first, and all of them with majority vote and random choice.
     """
     ns = choices[0].ns
     models = choices[:num_models]
@@ -117,13 +117,13 @@ def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> SweepPart:
         gap = by_n[last]
         points = f"{100 * gap.difference:+.1f}"
         interval = f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}"
-        lines.append([f"{b.name} less {a.name}", points, interval, f"{gap.p:.2g}"])
+        lines.append([f"{b.name} minus {a.name}", points, interval, f"{gap.p:.2g}"])
         if gap.low > 0:
             way = "better than"
         elif gap.high < 0:
             way = "worse than"
         else:
-            way = "as well as, as far as is shown,"
+            way = "measurably neither better nor worse than"
         findings.append(f"{b.name} chooses {way} {a.name} at n = {last}: {points} points [{interval}]")
     shares = []
     by_name = {}
@@ -133,7 +133,7 @@ def best_of_n_part(choices: Sequence[Chosen], num_models: int) -> SweepPart:
         by_name[choice.name] = {str(n): _plain(choice, n) for n in ns}
     header = ["chosen by", *(f"n = {n}" for n in ns), f"95 % at {last}"]
     tables = [
-        TextTable("Right answers chosen among n", header, shares),
+        TextTable("Accuracy of answers chosen from n", header, shares),
         TextTable(f"Differences at n = {last}", ["difference", "points", "95 % over problems", "p"], lines),
     ]
     data = {"chosen_by": by_name, "differences": differences}
@@ -146,22 +146,22 @@ def _plain(choice: Chosen, n: int) -> dict[str, object]:
 
 
 BEST_OF_N = "best of n"
-PROXY = "sampled_reward"  # a policy's whole reward
+PROXY = "sampled_reward"  # a policy's total reward
 GOLD = "sampled_accuracy"
 OVER_NOTES = [
-    "gold: the share of answers that the verifier finds right; proxy: the score of the reward model, in standard "
-    "deviations of its scores of the start's own answers, from their mean; on held-out problems",
-    "KL of a policy is measured (the exact sum over next-token distributions, on its own answers); that of best-of-n "
-    "is log n − (n − 1)/n, an upper bound where answers repeat, as they do when most are short",
-    "best-of-n is the mean over all subsets of the answers to a problem, for n = 1, 2, 4, ...",
-    "± and bands: 95 % Student-t intervals over seeds; a seed has its own reward model, pairs and policies. The peak "
-    "of a seed is chosen by the other seeds when the fall from it is measured",
+    "gold: fraction of answers accepted by the verifier; proxy: reward model score, standardized by mean and standard "
+    "deviation over the initial model's answers; both on held-out problems",
+    "policy KL is measured on sampled answers (exact sum over next-token distributions); best-of-n KL is "
+    "log n − (n − 1)/n, an upper bound if answers repeat, as short ones often do",
+    "best-of-n averages over all subsets of a problem's answers, for n = 1, 2, 4, ...",
+    "± and bands: 95 % Student-t intervals over seeds; each seed has a separate reward model, pairs and policies. To "
+    "measure a seed's fall, the peak is located by the remaining seeds",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A policy in training: after ``at`` updates, or with the best of ``at`` answers. KL in nats per answer."""
+    """A point in training: after ``at`` updates, or best of ``at`` answers. KL in nats per answer."""
 
     at: int
     kl: float
@@ -175,7 +175,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The same point of all seeds: mean distance, and gold and proxy with their intervals over seeds."""
+    """Mean over seeds at one point: distance, and gold and proxy with intervals over seeds."""
 
     at: int
     distance: float
@@ -185,12 +185,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class MethodCurve:
-    """One method over its seeds. ``curves``: by seed, points in order, of which the first is the start, where KL is 0.
+    """A method's curves. ``curves``: points in order, by seed; the first is the initial model, with KL 0.
 
-    ``peak``: the point at which the mean gold reward is highest. ``drop``: gold at the peak less gold at the end, where
-    the peak of a seed is that of the other seeds' mean, so that chance in a seed does not choose its own peak. With one
-    seed there are no others: then it is the highest value less the last, which chance makes positive. Both are None
-    without two common points.
+    ``peak``: point with the highest mean gold reward. ``drop``: gold reward at the peak minus at the end. Each seed's
+    peak is located by the other seeds' mean, to avoid selection bias. A single seed uses its own maximum, which is
+    biased upward. Both are None with fewer than two common points.
     """
 
     name: str
@@ -201,17 +200,17 @@ class MethodCurve:
 
     @property
     def is_shown(self) -> bool:
-        """True if the 95 % interval of the drop lies above 0; never with one seed."""
+        """True if the 95 % interval for the drop is above 0; never with a single seed."""
         if self.drop is None or self.drop.half_width is None:
             return False
         return self.drop.mean - self.drop.half_width > 0
 
 
 def best_of_n_kl(n: int) -> float:
-    """KL of the best of n answers from the distribution that they were drawn from: ``log n − (n − 1)/n`` nats.
+    """KL between best-of-n and the sampling distribution: ``log n − (n − 1)/n`` nats.
 
-    Exact where no two answers have the same score with positive probability; where answers repeat or tie it is an
-    upper bound (Beirami et al. 2024, "Theoretical guarantees on the best-of-n alignment policy").
+    Exact if ties have probability 0, otherwise an upper bound (Beirami et al. 2024, "Theoretical guarantees on the
+    best-of-n alignment policy").
 
     Source: Stiennon et al. (2020), "Learning to summarize from human feedback", appendix G.3; Gao et al. (2022),
     "Scaling laws for reward model overoptimization", section 2.
@@ -221,11 +220,11 @@ def best_of_n_kl(n: int) -> float:
 
 
 def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[CurvePoint]:
-    """Gold (the share that is right) and proxy (the score) of the best of n under the score, for each n.
+    """Compute gold (fraction correct) and proxy (score) for best-of-n under the proxy, for each n.
 
-    The mean over items of the exact mean over all subsets of n of an item's N samples (``ranking.best_of_n``): the
-    estimator of Nakano et al. (2021), "WebGPT", appendix I, as Gao et al. (2022) use it; ties are shared. A sample
-    without a score is chosen last, and counts for the proxy as much as the item's lowest score.
+    Averages over items the exact mean over all subsets of n samples (``ranking.best_of_n``). This is the estimator in
+    Nakano et al. (2021), "WebGPT", appendix I, as used by Gao et al. (2022), with ties shared. Samples without a
+    score are chosen last, and use the item's lowest score as proxy.
     """
     points = []
     for n in ns:
@@ -247,7 +246,7 @@ def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[CurvePoin
 
 
 def training_points(rows: Sequence[MetricsRow]) -> list[CurvePoint]:
-    """The evaluations of a policy's run that measured KL, by step. Of several held-out tasks, the first counts."""
+    """Collect evaluations with KL from a policy's run, by step. With several held-out tasks, use the first."""
     measured = [point for point in evaluation_points(rows) if {"kl_initial", GOLD, PROXY} <= point.results.keys()]
     by_step = {point.step: point.results for point in measured if point.name == measured[0].name}
     points = []
@@ -257,7 +256,7 @@ def training_points(rows: Sequence[MetricsRow]) -> list[CurvePoint]:
 
 
 def score_scale(items: Sequence[Item]) -> tuple[float, float]:
-    """Mean and standard deviation of the scores of all samples; the deviation is 1 where they do not differ."""
+    """Compute mean and standard deviation over all sample scores; the deviation is 1 if all are equal."""
     scores = [sample.score for item in items for sample in item.samples if sample.score is not None]
     mean = 0.0
     deviation = 1.0
@@ -269,7 +268,7 @@ def score_scale(items: Sequence[Item]) -> tuple[float, float]:
 
 
 def describe_method(name: str, curves: Mapping[int, list[CurvePoint]]) -> MethodCurve:
-    """Means at the points that all seeds have, by ``at``, and whether gold turns over."""
+    """Average the points shared by all seeds, by ``at``, and measure the drop in gold reward."""
     tables = [{point.at: point for point in points} for points in curves.values()]
     means = []
     for at in sorted(set.intersection(*(set(table) for table in tables))):
@@ -295,23 +294,23 @@ def describe_method(name: str, curves: Mapping[int, list[CurvePoint]]) -> Method
 def collect_curves(
     chosen: Mapping[int, Sequence[Item]], policies: Sequence[tuple[str, int, Sequence[MetricsRow]]]
 ) -> list[MethodCurve]:
-    """The curves of best-of-n and of each policy, the proxy in units of its seed's scores of the start's answers.
+    """Build curves for best-of-n and each policy. The proxy is standardized by the seed's scores on initial answers.
 
     Args:
-        chosen: by seed, the answers of the start with the proxy's scores.
-        policies: (row, seed, metrics) of the finished runs.
+        chosen: initial model's answers with proxy scores, by seed.
+        policies: (row, seed, metrics) for finished runs.
     """
     found = [(BEST_OF_N, seed, best_of_n_points(items, powers_of_two(items))) for seed, items in chosen.items()]
     found += [(row, seed, training_points(metrics)) for row, seed, metrics in policies if seed in chosen]
     curves: dict[str, dict[int, list[CurvePoint]]] = {}
-    for name, seed, points in found:  # seeds have reward models of their own, each with its own unit
+    for name, seed, points in found:  # every seed trains a separate reward model with its own scale
         mean, deviation = score_scale(chosen[seed])
         curves.setdefault(name, {})[seed] = [replace(p, proxy=(p.proxy - mean) / deviation) for p in points]
     return [describe_method(name, own) for name, own in curves.items()]
 
 
 def overoptimization_part(methods: Sequence[MethodCurve]) -> SweepPart:
-    """The part of a sweep's report about gold and proxy rewards."""
+    """Build the report section on gold and proxy rewards."""
     lines = []
     findings = []
     data = {}
@@ -327,28 +326,28 @@ def overoptimization_part(methods: Sequence[MethodCurve]) -> SweepPart:
             findings.append(_finding(method, peak))
         lines.append([*line, *[NOTHING] * (9 - len(line))])
         data[method.name] = asdict(method) | {"is_shown": method.is_shown}
-    header = ["method", "seeds", "√KL at the end", "proxy at the end", "gold at the start", "gold at its peak"]
-    header += ["√KL there", "gold at the end", "peak less end, points"]
+    header = ["method", "seeds", "final √KL", "final proxy", "initial gold", "peak gold"]
+    header += ["√KL at peak", "final gold", "peak minus final, points"]
     return SweepPart([TextTable("Gold and proxy", header, lines)], findings, OVER_NOTES, {"methods": data}, (methods,))
 
 
 def _finding(method: MethodCurve, peak: Mean) -> str:
-    """State whether the gold reward turned over while the proxy did not."""
+    """Describe if the gold reward fell while the proxy reward kept rising."""
     first = method.means[0]
     last = method.means[-1]
     if peak is last:
         end = show_summary(last.gold, is_share=True)
-        return f"{method.name}: no over-optimization up to √KL {last.distance:.2f}: gold is highest at the end ({end})"
+        return f"{method.name}: no over-optimization up to √KL {last.distance:.2f}: gold peaks at the end ({end})"
     if len(method.curves) == 1:
-        verdict = "one seed gives a curve, and no interval"
+        verdict = "a single seed, so no interval"
     elif not method.is_shown:
-        verdict = "a fall that may be chance"
+        verdict = "the fall may be chance"
     elif last.proxy.mean > peak.proxy.mean:
         verdict = "over-optimized"
     else:
-        verdict = "gold falls, but the proxy does too"
+        verdict = "gold falls, but so does the proxy"
     return (
-        f"{method.name}: {verdict}: gold goes from {first.gold.mean:.1%} over {peak.gold.mean:.1%} at √KL "
-        f"{peak.distance:.2f} to {last.gold.mean:.1%} at √KL {last.distance:.2f}; from that peak on the proxy goes "
-        f"from {peak.proxy.mean:+.2f} to {last.proxy.mean:+.2f}"
+        f"{method.name}: {verdict}: gold starts at {first.gold.mean:.1%}, peaks at {peak.gold.mean:.1%} (√KL "
+        f"{peak.distance:.2f}) and ends at {last.gold.mean:.1%} (√KL {last.distance:.2f}); after the peak the proxy "
+        f"moves from {peak.proxy.mean:+.2f} to {last.proxy.mean:+.2f}"
     )

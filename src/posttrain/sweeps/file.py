@@ -1,6 +1,6 @@
-"""The file of a sweep: its keys, how it is read, and its rows as resolved recipes (docs/how-to/compare-methods.md).
+"""Sweep files: their keys, parsing, and rows as resolved recipes (docs/how-to/compare-methods.md).
 
-A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out.
+A source is a recipe name, ``{recipe: name, ...overrides}`` or a complete recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.untrusted import is_stored
 
 SHELF = "sweep/"
 LABELLED = "labelled"
-# The keys that a row's recipe brings into a sweep with a base. Everything else is the base's.
+# Keys taken from a row's recipe in a sweep with a base. All other keys come from the base.
 METHOD_KEYS = (
     "objective",
     "regularize",
@@ -44,14 +44,14 @@ METHOD_KEYS = (
     "rollout.max_rounds",
     "rollout.old_logprobs",
 )
-# The task of steps that a sweep labels; each step keeps the white space before it.
+# Task for steps labelled by the sweep. Steps keep their leading whitespace.
 _TASK_OF_STEPS = {"name": "preferences", "path": "", "step_separator": ""}
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 Overrides = Sequence[tuple[str, str]]
 
 
 def _as_source(value: object) -> object:
-    """A bare name, alone or with overrides of the command line (which call it ``name``), as ``{recipe: name}``."""
+    """Convert a bare recipe name, optionally with command line overrides (as ``name``), to ``{recipe: name}``."""
     if isinstance(value, str):
         return {"recipe": value}
     if isinstance(value, dict) and "name" in value and "recipe" not in value:
@@ -66,7 +66,7 @@ RowSource = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
 class AnswersSection(Section):
-    """A task whose problems some models answer, and how they sample."""
+    """A task answered by some models, with sampling settings."""
 
     task: Component
     n: int = Field(default=256, ge=2)
@@ -76,28 +76,28 @@ class AnswersSection(Section):
 
 
 class BestOfN(AnswersSection):
-    """The held-out problems that the start answers, and how many answers the reward models choose among."""
+    """Held-out problems answered by the initial model, and the number of answers for reward models to choose from."""
 
     samples: int = Field(default=64, ge=2)
 
 
 class Labelled(BestOfN):
-    """The problems whose answers become labelled steps, and how many answers each gets from the start."""
+    """Problems whose answers become labelled steps, and the number of answers to sample for each."""
 
     n: int = Field(default=256, ge=1)
     samples: int = Field(default=8, ge=2)
 
 
 class HeadToHead(AnswersSection):
-    """The prompts on which each policy is compared with the start, and the row whose reward model is the judge."""
+    """Prompts for comparing each policy with the initial model, and the row that trains the judge."""
 
     judge: str
 
 
 class SampledPairs(AnswersSection):
-    """Problems that the initial model answers once, before the first run; right and wrong answers become pairs.
+    """Problems answered once by the initial model before the first run; correct and incorrect answers form pairs.
 
-    Every row learns from these pairs, ``batch_size`` of them a step, in place of sampling its own.
+    Every row trains on these pairs, ``batch_size`` per step, instead of sampling answers.
     """
 
     samples: int = Field(default=8, ge=2)
@@ -105,7 +105,9 @@ class SampledPairs(AnswersSection):
 
 
 class Variants(Section):
-    """A key of which every row is compared at several values: ``train.num_minibatches``; ``label``: what these are."""
+    """A key to vary, such as ``train.num_minibatches``: each row is compared at several values, described by
+    ``label``.
+    """
 
     key: str
     values: Annotated[list[Any], Field(min_length=1)]
@@ -113,9 +115,9 @@ class Variants(Section):
 
 
 class EvaluatedRuns(Section):
-    """A part of a comparison. ``split``, ``problems``: what its runs are evaluated on, ``every`` so many steps.
+    """A stage of a comparison. ``split``, ``problems``, ``every``: evaluation data and interval in steps.
 
-    ``cpu_seconds``: of a run, an estimate for each variant, until runs of it have been measured.
+    ``cpu_seconds``: estimated time per run for each variant, used until runs have been measured.
     """
 
     split: str
@@ -125,17 +127,17 @@ class EvaluatedRuns(Section):
 
 
 class Tuning(EvaluatedRuns):
-    """The runs that choose each row's learning rate; their seeds are 0, 1, ..."""
+    """The runs that select learning rates, with seeds 0, 1, ..."""
 
     seeds: int = Field(default=2, ge=1, le=99)
 
 
 class Comparison(Section):
-    """A comparison that tunes every row in the same way and then trains it with fresh seeds at its own rate.
+    """A comparison that tunes every row equally, then retrains with fresh seeds at the best rate.
 
-    ``baseline``: the row that the others are held against. ``rates``: learning rates that are tried. ``threshold``:
-    accuracy of the column "steps to". ``recorded``: results of an earlier comparison; runs of it are not made again.
-    ``keep_runs``: folders of runs are kept, and not only their records.
+    ``baseline``: reference row. ``rates``: learning rates to try. ``threshold``: accuracy for the "steps to" column.
+    ``recorded``: results from an earlier comparison, whose runs are reused. ``keep_runs``: keep run folders in
+    addition to their records.
     """
 
     baseline: str
@@ -150,7 +152,7 @@ class Comparison(Section):
 
 
 class SweepFile(Content):
-    """The keys of a sweep's file. ``page``: where to read on; named when the sweep has ended."""
+    """Keys in a sweep file. ``page``: documentation shown when the sweep ends."""
 
     extensible = False
     label: ClassVar[str] = "a sweep"
@@ -169,10 +171,10 @@ class SweepFile(Content):
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A row of the sweep: its resolved recipe, where it is from, and what it changes.
+    """A sweep row: resolved recipe, its source, and changes.
 
-    ``differs``: dotted keys outside of the method in which it differs from the base, as (base, here).
-    ``needs``: names of rows, or ``labelled``.
+    ``differs``: dotted keys other than method keys whose values differ from the base, as (base, here). ``needs``: row
+    names, or ``labelled``.
     """
 
     name: str
@@ -183,45 +185,45 @@ class SweepRow:
 
 
 def shipped_sweeps() -> list[str]:
-    """Names of the sweeps that ship, such as ``sweep/ppo-grpo-dpo``."""
+    """List shipped sweeps, such as ``sweep/ppo-grpo-dpo``."""
     return recipe_names(SHELF)
 
 
 def training_recipe_names() -> list[str]:
-    """Names of the shipped recipes that ``posttrain train`` takes."""
+    """List shipped recipes for ``posttrain train``."""
     others = {*shipped_sweeps(), *interpretation_names()}
     return [name for name in recipe_names() if name not in others]
 
 
-# Sweeps of earlier versions, and the comparisons that took their place.
+# Removed sweeps, and the comparisons that replace them.
 GONE_SWEEPS = {"all-policy-gradient": "methods", "all-preference": "preference-methods"}
 
 
 def read_sweep(
     name_or_path: str, overrides: Overrides, over: tuple[str, Sequence[str]] | None
 ) -> tuple[SweepFile, Document[SweepFile]]:
-    """The checked file of a sweep, and the document that knows its lines.
+    """Load and check a sweep file; also returns the document, which tracks line numbers.
 
     Args:
-        name_or_path: a file or a shipped sweep, with or without ``sweep/``; or a recipe of one run.
-        overrides: dotted keys of the file with values.
-        over: a key and its values: a row of the recipe for each.
+        name_or_path: a file or shipped sweep, with or without ``sweep/``; or a single-run recipe.
+        overrides: dotted keys in the file with values.
+        over: a key and its values; each value becomes a row.
 
     Raises:
-        RecipeError: with file, line and key.
-        UsageError: an override of a row that the file does not have.
+        RecipeError: names file, line and key.
+        UsageError: an override for a row that the file does not have.
     """
     if f"{SHELF}{name_or_path}" in shipped_sweeps() and not Path(name_or_path).is_file():
         name_or_path = f"{SHELF}{name_or_path}"
     instead = GONE_SWEEPS.get(name_or_path.removeprefix(SHELF))
     if instead is not None and not Path(name_or_path).is_file():
-        why = "this sweep is gone, because it had one learning rate for all methods"
+        why = "this sweep was removed because it used a single learning rate for all methods"
         raise UsageError(f"{name_or_path}: {why}. Run: posttrain sweep {instead}")
     document = Document.load(SweepFile, name_or_path, shelf=SHELF)
     if "rows" not in document.content and document.content.keys() & {"objective", "extends"}:
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")
     elif over is not None:
-        raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
+        raise UsageError(f"--over: {document.place} is a sweep that already has rows; give a single-run recipe")
     known = []
     rows = document.content.get("rows")
     if isinstance(rows, Mapping):
@@ -231,17 +233,17 @@ def read_sweep(
     for name in content.rows:
         if name not in known:
             hint = suggest(name, known)
-            raise UsageError(f"--rows.{name}: {document.place} has no row {name!r}.{hint} There: {', '.join(known)}")
+            raise UsageError(f"--rows.{name}: {document.place} has no row {name!r}.{hint} Rows: {', '.join(known)}")
         if not RUN_NAME.fullmatch(name) or name in ("start", LABELLED):
             raise error_at(
-                document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}"
+                document, f"rows.{name}", f"a row name may contain {NAME_RULE}, but cannot be start or {LABELLED}"
             )
     for key in (LABELLED, "best_of_n", "head_to_head"):
         section = getattr(content, key)
         if section is not None:
             complete_component(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
             if content.start is None:
-                raise error_at(document, key, "the start answers; give 'start'")
+                raise error_at(document, key, "answers come from the start model; add 'start'")
     if content.comparison is not None and content.comparison.pairs is not None:
         where = "comparison.pairs.task"
         complete_component(content.comparison.pairs.task, "task", f"{document.line_of(where)}{where}")
@@ -249,7 +251,7 @@ def read_sweep(
 
 
 def _rows_over(recipe: str, over: tuple[str, Sequence[str]] | None) -> dict[str, Any]:
-    """The file of a recipe with one key at several values: ``lr-1e-4``, ``lr-3e-4``; without a key, of it alone."""
+    """Build the file for a recipe and one varied key (rows ``lr-1e-4``, ``lr-3e-4``), else with a single row."""
     if over is None:
         name = _NO_NAME.sub("-", Path(recipe).stem).strip("-")
         return {"description": f"{recipe} with several seeds.", "base": {"recipe": recipe}, "rows": {name: {}}}
@@ -260,17 +262,17 @@ def _rows_over(recipe: str, over: tuple[str, Sequence[str]] | None) -> dict[str,
         shown = _NO_NAME.sub("-", value).strip("-") or "empty"
         name = f"{last_key}-{shown}"
         if name in rows:
-            raise UsageError(f"--over {key}: two values would both be called {name}; leave one out")
+            raise UsageError(f"--over {key}: two values would have the same row name {name}; remove one")
         rows[name] = {}
         apply_override(rows[name], key, value)
     return {"description": f"{recipe} over {key}.", "base": {"recipe": recipe}, "rows": rows}
 
 
 def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, tuple[str, ...]]:
-    """The needs of each row, which are taken out of its source, in place.
+    """Pop the needs of every row from its source.
 
     Raises:
-        RecipeError: with the line of a need that is neither a row nor ``labelled``.
+        RecipeError: a need is neither a row nor ``labelled``; with its line.
     """
     needs: dict[str, tuple[str, ...]] = {}
     for name, source in content.rows.items():
@@ -286,17 +288,17 @@ def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, t
             known.append(LABELLED)
         for need in needs[name]:
             if need not in known:
-                message = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
+                message = f"no other row {need!r}.{suggest(str(need), known)} Rows: {', '.join(known)}"
                 raise error_at(document, f"rows.{name}.needs", message)
     return needs
 
 
 def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
-    """The wanted rows and those that they need, each after what it needs; None or ``["all"]`` for all rows.
+    """Select the wanted rows and their dependencies in dependency order; None or ``["all"]`` selects all rows.
 
     Raises:
-        UsageError: the file has no such row, or none is named.
-        RecipeError: rows that need one another.
+        UsageError: no such row, or no row given.
+        RecipeError: circular dependencies.
     """
     known = list(content.rows)
     chosen = known
@@ -304,7 +306,7 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
         chosen = list(wanted)
     for name in chosen:
         if name not in known:
-            raise UsageError(f"--rows: there is no row {name!r}.{suggest(name, known)} There: {', '.join(known)}")
+            raise UsageError(f"--rows: no row {name!r}.{suggest(name, known)} Rows: {', '.join(known)}")
     if not chosen:
         raise UsageError(f"--rows: name at least one of {', '.join(known)}")
     if content.head_to_head is not None:
@@ -316,7 +318,7 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
 
     def add(name: str, above: tuple[str, ...] = ()) -> None:
         if name in above:
-            raise RecipeError(f"rows: {' and '.join(above)} need one another in a circle; leave one need out")
+            raise RecipeError(f"rows: {' and '.join(above)} depend on each other; remove one need")
         if name in ordered:
             return
         for need in needs[name]:
@@ -332,10 +334,10 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
 
 @dataclass
 class RowReader:
-    """Resolves the sources of a file.
+    """Resolves the sources in a file.
 
-    ``common``: overrides of the command line for every row; ``own``: keys of the file that it sets, which come first.
-    ``base``: the resolved base, if there is one.
+    ``common``: command line overrides for every row. ``own``: file keys set on the command line, which take
+    precedence. ``base``: the resolved base, if any.
     """
 
     document: Document[SweepFile]
@@ -351,7 +353,7 @@ class RowReader:
         with named("base"):
             data = self._data(self.content.base, None)
             names_objective = "objective" in data
-            if not names_objective:  # a base need not, and a recipe must
+            if not names_objective:  # optional in a base, but required in a recipe
                 data["objective"] = "reinforce"
                 if "data" in data:
                     data["objective"] = "cross_entropy"
@@ -362,23 +364,23 @@ class RowReader:
                 del self.base_data["objective"]
 
     def start(self) -> Recipe | None:
-        """The resolved recipe of the start."""
+        """Resolve the start recipe."""
         if self.content.start is None:
             return None
         with named("start"):
             return self.document.part(Recipe, "start", self._data(self.content.start, None)).check().resolve()
 
     def row(self, name: str, needs: tuple[str, ...]) -> SweepRow:
-        """One row: its recipe, or the base with its method, with its overrides and those of the command line."""
+        """Resolve a row: its recipe, or the base with its method, plus overrides from file and command line."""
         source = self.content.rows[name]
         where = f"rows.{name}"
         with named(f"row {name!r}"):
             data = self._data(source, self.base)
             if data.get("objective") is None:
-                raise error_at(self.document, where, "give a recipe or an objective; the base has none")
+                raise error_at(self.document, where, "give a recipe or an objective, because the base has none")
             if LABELLED in needs:
                 if "task" in source:
-                    raise error_at(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
+                    raise error_at(self.document, f"{where}.task", "the labelled steps are the task; omit this key")
                 data["task"] = _TASK_OF_STEPS
             recipe = self._checked(where, data).resolve()
         changes = {}
@@ -387,15 +389,15 @@ class RowReader:
         return SweepRow(name, recipe, label_of(source), changes, needs)
 
     def _data(self, source: Mapping[str, object], base: Recipe | None) -> dict[str, object]:
-        """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
+        """Merge a source's data: its recipe (only the method if there is a ``base``) and its overrides."""
         data: dict[str, object] = {}
         if base is not None:
             data = dict(self.base_data)
         if "recipe" in source:
             recipe = load_recipe(str(source["recipe"]), is_own=not is_stored(self.document.place))
             if base is not None and (recipe.rollout is None) != (base.rollout is None):
-                what = "one of it and the base learns from data, the other from its own answers"
-                raise RecipeError(f"{source['recipe']}: {what}; write the rows as whole recipes, without a base")
+                what = "this recipe and the base do not both train on data or both on sampled answers"
+                raise RecipeError(f"{source['recipe']}: {what}; write rows as complete recipes, without a base")
             if base is None:
                 data = recipe.dump()
             else:
@@ -403,7 +405,7 @@ class RowReader:
         return merge(data, {key: value for key, value in source.items() if key != "recipe"})
 
     def _checked(self, where: str, data: dict[str, object]) -> Recipe:
-        """The checked recipe of ``data`` with the common overrides."""
+        """Check ``data`` as a recipe with the common overrides."""
         common = []
         for key, value in self.common:
             is_of_method = where == "base" and key.startswith(METHOD_KEYS)
@@ -417,7 +419,7 @@ class RowReader:
 
 
 def with_method_of(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``data`` with the method of ``other``; what ``other`` does not have of it is taken away."""
+    """Copy ``data`` with the method of ``other``; method keys absent in ``other`` are removed."""
     copy: dict[str, Any] = {}
     for key, value in data.items():
         copy[key] = dict(value) if isinstance(value, Mapping) else value
@@ -437,7 +439,7 @@ def with_method_of(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[st
 
 
 def differences(base: Mapping[str, object], row: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Dotted keys outside of the method in which a row differs from the base, as (base, row)."""
+    """Find dotted keys other than method keys whose values differ, as (base, row)."""
     old = flatten(base)
     new = flatten(row)
     alike = tuple(f"{key}." for key in (*METHOD_KEYS, "train.seed", "description"))
@@ -446,21 +448,21 @@ def differences(base: Mapping[str, object], row: Mapping[str, object]) -> dict[s
 
 
 def label_of(source: Mapping[str, object]) -> str:
-    """Describe a source for a reader of results."""
-    name = source.get("recipe", "a recipe of its own")
+    """Describe a source for display in results."""
+    name = source.get("recipe", "an inline recipe")
     if len(source) > 1 and "recipe" in source:
         return f"{name} with overrides"
     return str(name)
 
 
 def error_at(document: Document[SweepFile], where: str, message: str) -> RecipeError:
-    """The error that what stands at a dotted key cannot be."""
+    """Build the error for a dotted key in the file."""
     return RecipeError(f"{document.line_of(where)}{where}: {message}")
 
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Errors in it begin with ``what``."""
+    """Prefix errors raised in the block with ``what``."""
     try:
         yield
     except (RecipeError, UnknownComponent) as error:

@@ -1,7 +1,7 @@
-"""Head-to-head evaluations: how far each policy moved, and how often its answers beat those of the start.
+"""Head-to-head evaluations: distance moved by each policy, and win rate against the initial model.
 
-The judge is a reward model that no policy was trained against, so a policy that has learnt the mistakes of the proxy
-wins by the proxy alone. Most judges like longer answers, so lengths stand next to the win rates.
+The judge is a reward model that no policy was trained against. A policy that exploits errors in the proxy therefore
+wins only under the proxy. Most judges prefer longer answers, so lengths are reported with win rates.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart
 
 MAX_ITEMS_BYTES = 1 << 30
 NUM_SAMPLES = 3
-# measure -> (column, True for a share)
+# measure -> (column, True for a fraction)
 MEASURES: Mapping[str, tuple[str, bool]] = {
-    "win_rate": ("wins, by the judge", True),
-    "win_rate_similar": ("of answers equally long", True),
-    "win_rate_proxy": ("by the proxy", True),
-    "reward_judge": ("reward gained, judge", False),
-    "reward_proxy": ("reward gained, proxy", False),
+    "win_rate": ("wins (judge)", True),
+    "win_rate_similar": ("wins at similar length", True),
+    "win_rate_proxy": ("wins (proxy)", True),
+    "reward_judge": ("reward gain (judge)", False),
+    "reward_proxy": ("reward gain (proxy)", False),
     "kl": ("KL from the start", False),
-    "length_ratio": ("length, start = 1", False),
+    "length_ratio": ("relative length", False),
 }
 NOTES = [
-    "judge: a reward model that no policy was trained against; proxy: the one that rewards policies that sample",
-    "wins: how often the policy's answer scores above the start's to the same prompt; a tie counts one half, and an "
-    "answer that cannot be scored loses. Equally long: lengths that differ by at most 10 % of the longer",
-    "reward gained: policy less start, in standard deviations of the scores of the start's answers. KL: nats per "
-    "answer, the exact sum over next-token distributions, on the policy's own answers",
-    "[ ]: 95 % intervals: Student's t over seeds, each with its own reward models, policies and answers; of one seed "
-    "over prompts, so that they do not say how seeds differ",
+    "judge: a reward model that no policy was trained against; proxy: the reward model used for training",
+    "wins: how often a policy's answer outscores the initial model's for the same prompt; ties count one half, "
+    "and answers that cannot be scored lose. Similar length: lengths differ by at most 10 % of the longer one",
+    "reward gain: policy minus initial model, in standard deviations of scores on initial answers. KL: nats per "
+    "answer, the exact sum over next-token distributions, on policy answers. Relative length: policy / initial model",
+    "[ ]: 95 % intervals: Student's t over seeds, each with separate reward models, policies and answers; a single "
+    "seed's interval is over prompts only, and does not cover variation between seeds",
 ]
-Estimate = tuple[float, float, float]  # a mean and its 95 % interval
+Estimate = tuple[float, float, float]  # mean and 95 % interval
 
 
 @dataclass(frozen=True)
 class PolicyComparison:
-    """A policy of one seed against the start. ``measures`` by name.
+    """One policy and seed compared with the initial model. ``measures``: by name.
 
-    ``samples``: the first prompts, each with the answers of the start and of the policy.
+    ``samples``: first prompts, with answers from the initial model and the policy.
     """
 
     row: str
@@ -60,9 +60,9 @@ class PolicyComparison:
 
 
 def read_comparison(folder: Path, row: str, seed: int) -> PolicyComparison:
-    """The results that an evaluation of a policy against the start has written.
+    """Read the results of an evaluation against the initial model.
 
-    The proxy is the one other judge, under whatever path it had then: a sweep's folder may be moved.
+    The proxy is the only additional judge, whatever its recorded path, since sweep folders may be moved.
 
     Raises:
         DataError: a file is damaged.
@@ -91,14 +91,15 @@ def read_comparison(folder: Path, row: str, seed: int) -> PolicyComparison:
             ]
         return PolicyComparison(row, seed, measures, samples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(folder, f"its files are damaged ({error!r:.200}); delete the folder and repeat") from None
+        raise DataError(folder, f"damaged files ({error!r:.200}); delete the folder and repeat") from None
 
 
 def reward_gain(items: Sequence[Mapping[str, Any]], judge: str | None) -> Estimate:
-    """The mean score of a policy's answers minus that of the start's to the same prompts, in standard deviations of the
-    scores of the start's answers; prompts with an answer that could not be scored are left out.
+    """Compute the mean score gain over the initial model on identical prompts, in standard deviations.
 
-    ``judge``: the name of another judge; None: the one that decides who wins.
+    The unit is the standard deviation of scores on initial answers. Prompts with unscored answers are skipped.
+
+    ``judge``: name of an additional judge, or None for the deciding one.
 
     Raises:
         ValueError: no prompt has scores.
@@ -125,7 +126,7 @@ def reward_gain(items: Sequence[Mapping[str, Any]], judge: str | None) -> Estima
 
 
 def over_seeds(estimates: Sequence[Estimate], *, is_share: bool = False) -> Estimate | None:
-    """Mean and Student's t interval over seeds; of one seed its own interval; None for none."""
+    """Average over seeds with Student's t interval; a single seed keeps its interval; None if empty."""
     if len(estimates) < 2:
         if not estimates:
             return None
@@ -139,7 +140,7 @@ def over_seeds(estimates: Sequence[Estimate], *, is_share: bool = False) -> Esti
 
 
 def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
-    """Write ``61.2% [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
+    """Format an estimate as ``61.2% [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
     if estimate is None:
         return NOTHING
     if is_share:
@@ -161,14 +162,14 @@ def head_to_head_part(
     weights: Mapping[str, str],
     agreements: Sequence[JudgeAgreement] = (),
 ) -> SweepPart:
-    """The part of a sweep's report about policies against the start.
+    """Build the report section comparing policies with the initial model.
 
-    Rows are in order of their win rates under the judge. A row has a verdict, and a model is the best, only if the
-    held-out agreement of the judge of every seed excludes chance.
+    Rows are sorted by win rate under the judge. Verdicts and a best model are given only if, for every seed, the
+    judge's held-out agreement excludes chance.
 
     Args:
-        weights: of each policy, by ``ROW-seedN``, and of the ``start``.
-        agreements: of the judges of the seeds, as far as they were measured.
+        weights: paths by ``ROW-seedN``, plus ``start``.
+        agreements: measured held-out agreements of the judges, by seed.
     """
     knows, about_judge = describe_judges(sorted({c.seed for c in comparisons}), agreements)
     rows: dict[str, dict[str, Estimate]] = {}
@@ -187,7 +188,7 @@ def head_to_head_part(
         own_seeds = {str(c.seed): c.measures for c in comparisons if c.row == row}
         shown = [show_estimate(measures.get(name), is_share=share) for name, (_, share) in MEASURES.items()]
         lines.append([row, str(len(own_seeds)), *shown])
-        finding = f"{row}: wins {shown[0]} by the judge"
+        finding = f"{row}: wins {shown[0]} under the judge"
         if knows:
             finding = f"{finding}: {_verdict(measures)}"
         findings.append(finding)
@@ -206,19 +207,22 @@ def head_to_head_part(
 def _choose_best(
     comparisons: Sequence[PolicyComparison], rows: Mapping[str, Mapping[str, Estimate]], weights: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the place of the best model under the judge, which is the start if no row wins more than half."""
+    """Choose the best model under the judge: the initial model if no row wins more than half."""
     leader = next(iter(rows))
     if rows[leader]["win_rate"][0] <= 0.5:
         start = weights["start"]
-        return start, f"no policy wins more than half against the start, which is the best: {start}"
+        return (
+            start,
+            f"no policy beats the initial model more than half the time, so the initial model is best: {start}",
+        )
     first = [comparison for comparison in comparisons if comparison.row == leader]
     winner = max(first, key=lambda comparison: comparison.measures["win_rate"][0])
     best = weights[f"{winner.row}-seed{winner.seed}"]
-    return best, f"the best model, chosen by the judge, so its own figure is a little too high: {best}"
+    return best, f"best model (selected by the judge, so its win rate is slightly optimistic): {best}"
 
 
 def _samples(comparisons: Sequence[PolicyComparison]) -> list[ShownPrompt]:
-    """Return the first prompts with the answers of the start and of each policy of the first seed."""
+    """Collect the first prompts with answers from the initial model and the first seed's policies."""
     first, *others = [comparison.samples for comparison in comparisons if comparison.seed == comparisons[0].seed]
     samples = []
     for question, start_and_policy in first.items():
@@ -239,11 +243,11 @@ def _verdict(measures: Mapping[str, Estimate]) -> str:
     alike = measures.get("win_rate_similar")
     if low > 0.5:
         if alike is None or alike[1] <= 0.5:
-            return "better than the start; among answers equally long that is not shown"
-        return "better than the start"
-    verdict = "not distinguishable from the start"
+            return "better than the initial model, but not measurably at similar length"
+        return "better than the initial model"
+    verdict = "not distinguishable from the initial model"
     if high < 0.5:
-        verdict = "worse than the start"
+        verdict = "worse than the initial model"
     if measures["win_rate_proxy"][1] > 0.5:
-        return f"{verdict}; it wins by the proxy alone, which it was trained against"
+        return f"{verdict}; it wins only under the proxy it was trained against"
     return verdict

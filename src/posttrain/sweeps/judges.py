@@ -1,7 +1,6 @@
-"""Held-out agreement of a sweep's judges with the labels, and whether it excludes chance.
+"""Held-out agreement of a sweep's judges with labels, and whether it excludes chance.
 
-A win rate under a judge that orders held-out pairs no better than a coin says which answers the judge prefers, and
-nothing about which are better.
+If a judge ranks held-out pairs no better than chance, its win rates only show the judge's preference, not quality.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from dataclasses import dataclass
 
 from posttrain.store.metric_names import metric_of
 
-# Measures of agreement, in the order in which they are looked for.
+# Agreement measures, in order of preference.
 AGREEMENTS = ("pair_accuracy", "answer_accuracy")
 
 
 @dataclass(frozen=True)
 class JudgeAgreement:
-    """Agreement of the judge of one seed with held-out labels.
+    """Agreement between one seed's judge and held-out labels.
 
     Attributes:
-        share: of the pairs (or answers) that it orders as they are labelled, with its 95 % interval ``low, high``.
-        n: held-out pairs or answers.
-        chance: what a coin reaches; of single answers the more frequent label.
+        share: fraction of pairs (or answers) ranked as labelled, with 95 % interval ``low, high``.
+        n: number of held-out pairs or answers.
+        chance: expected agreement by chance; for single answers the more frequent label.
     """
 
     seed: int
@@ -34,16 +33,16 @@ class JudgeAgreement:
 
     @property
     def excludes_chance(self) -> bool:
-        """True if the whole interval is above chance."""
+        """True if the interval is entirely above chance."""
         return self.low > self.chance
 
     def show(self) -> str:
-        """Write ``60.0% [31.3, 83.2], n = 10``."""
+        """Format as ``60.0% [31.3, 83.2], n = 10``."""
         return f"{self.share:.1%} [{100 * self.low:.1f}, {100 * self.high:.1f}], n = {self.n}"
 
 
 def read_agreement(seed: int, results: Mapping[str, float]) -> JudgeAgreement | None:
-    """Return the agreement among the results of a reward model's last evaluation; None: it was not measured."""
+    """Read the agreement from a reward model's last evaluation; None if not measured."""
     for name in AGREEMENTS:
         metric = metric_of(name)
         share = metric.value(results)
@@ -59,21 +58,21 @@ def read_agreement(seed: int, results: Mapping[str, float]) -> JudgeAgreement | 
 
 
 def describe_judges(seeds: Sequence[int], agreements: Sequence[JudgeAgreement]) -> tuple[bool, str]:
-    """Return whether the judges of all ``seeds`` know something, and a sentence that says what was measured."""
+    """Check that the judges of all ``seeds`` beat chance, and describe the measurements in a sentence."""
     measured = {agreement.seed: agreement for agreement in agreements}
     missing = [seed for seed in seeds if seed not in measured]
     if missing:
         of = ", ".join(map(str, missing))
         return False, (
-            f"the judge's agreement with held-out labels was not measured (seed {of}): win rates say what the judge "
-            "prefers, and no verdict follows. Give the judge's row eval.every"
+            f"the judge's agreement with held-out labels was not measured (seed {of}): win rates only show the judge's "
+            "preference, so no verdict is given. Set eval.every in the judge's row"
         )
     shown = "; ".join(_by_seed(measured[seed], len(seeds) > 1) for seed in seeds)
     weak = [seed for seed in seeds if not measured[seed].excludes_chance]
     if weak:
         return False, (
-            f"the judge is no better than a coin on held-out labels ({shown}): win rates say what the judge prefers, "
-            "and no verdict follows"
+            f"the judge is no better than chance on held-out labels ({shown}): win rates only show the judge's "
+            "preference, so no verdict is given"
         )
     return True, f"the judge agrees with held-out labels: {shown}"
 

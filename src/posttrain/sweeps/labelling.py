@@ -1,4 +1,4 @@
-"""Labels of steps: of a model's answers, each step compared with the working that the task gives."""
+"""Label reasoning steps by comparison with the task's reference solution."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from posttrain.store.durable import replace_file
 
 
 def label_steps(steps: Sequence[str], working: Sequence[str], is_correct: bool) -> list[int]:
-    """1 for a good step, 0 for a bad one, of an answer that is right or not.
+    """Label the steps of an answer: 1 for good, 0 for bad.
 
-    A step is good as long as it and all before it are those of the given working, white space aside. The last one
-    must also lead to the right answer. Steps of another way that is as good count as bad, so this is for tasks whose
-    working leaves no choice.
+    A step is good while all steps so far match the reference solution, ignoring whitespace. The last step must also
+    lead to a correct answer. Valid alternative steps count as bad, so this suits only tasks with a unique solution
+    path.
     """
     labels: list[int] = []
     agrees = True
@@ -32,14 +32,15 @@ def label_steps(steps: Sequence[str], working: Sequence[str], is_correct: bool) 
 
 
 def write_labelled(items: Path, task: Task, n: int, template: Template, target: Path) -> None:
-    """Write a row of the layout ``steps`` of the task ``preferences`` for each answer that has steps.
+    """Write one row per answer with steps, in the ``steps`` layout of the ``preferences`` task.
 
     Args:
-        items: ``items.jsonl`` of an evaluation of at most ``n`` problems of ``task``.
-        template: the one under which the answers were written.
+        items: ``items.jsonl`` from an evaluation of at most ``n`` problems in ``task``.
+        template: template used to sample the answers.
 
     Raises:
-        DataError, RunFailure: answers to other problems, a problem without a given working, or no step at all.
+        DataError, RunFailure: answers to different problems, a problem without a reference solution, or no steps at
+            all.
         StorageError: the disk is full or not writable.
     """
     indices = distinct_indices(task.examples, n)
@@ -47,9 +48,9 @@ def write_labelled(items: Path, task: Task, n: int, template: Template, target: 
     for item in read_items(items):
         example = task.examples[indices[item.index]]
         if example.id != item.id:
-            raise DataError("labelled", f"the answers are to {item.id}, and the task has {example.id} in its place")
+            raise DataError("labelled", f"answers belong to {item.id}, but the task has {example.id} at this position")
         if example.solution is None:
-            raise RunFailure(f"labelled: {example.id} has no given working, so its steps cannot be labelled")
+            raise RunFailure(f"labelled: {example.id} has no reference solution, so steps cannot be labelled")
         working = split_steps(example.solution)
         for sample in item.samples:
             steps = split_steps(reasoning_of(template, sample.text))
@@ -57,5 +58,5 @@ def write_labelled(items: Path, task: Task, n: int, template: Template, target: 
                 labels = label_steps(steps, working, sample.is_correct)
                 rows.append({"prompt": item.question, "completions": steps, "labels": labels})
     if not rows:
-        raise RunFailure(f"labelled: none of the answers in {items} has a step")
+        raise RunFailure(f"labelled: no answer in {items} contains steps")
     replace_file(target, b"".join(json.dumps(row).encode() + b"\n" for row in rows))

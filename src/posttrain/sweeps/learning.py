@@ -1,4 +1,4 @@
-"""Results of the runs of a sweep: trials read from their records, and rows over seeds."""
+"""Sweep results: trials read from their records, and rows averaged over seeds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.results import SweepPart, show_summary
 
-# Columns of the table; one that no row has is left out.
+# Table columns. Columns without any value are omitted.
 COLUMNS = (
     "reward", "train_seconds", "sampled_tokens", "trained_tokens", KL, "entropy", "completion_length", "margin_last",
     "pair_accuracy_last",
 )  # fmt: skip
 NOTES = (
-    "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
-    "learning curve, so that who learns faster stands higher.",
-    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed, or of equal ones, "
-    "there is none, and [ ] is the 95 % interval over the problems in one evaluation. ± covers sampling and training, "
-    "not the choice of the problems, which are the same in every evaluation.",
-    "Training time is that of the updates, sampling included and evaluation excluded. KL from the initial model is in "
-    f"nats per answer, entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
+    "Held-out results after the last update, averaged over seeds; best mean first. Over the run: mean height of the "
+    "learning curve, which rewards faster learning.",
+    "± is the half-width of the 95 % Student-t interval over seeds. With a single seed, or without any spread, [ ] "
+    "gives the 95 % interval over problems in one evaluation. ± covers sampling and training, but not the choice of "
+    "problems, since every evaluation uses the same ones.",
+    "Training time covers sampling and updates, but not evaluation. KL from the initial model is in nats per answer, "
+    f"entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
 )
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One run of a sweep; ``state``: finished, failed or unfinished.
+    """One run in a sweep; ``state``: finished, failed or unfinished.
 
-    ``points``: its evaluations on the task that was evaluated first, those that have the primary metric.
-    ``info`` by name: results of the last evaluation; ``start_accuracy`` and ``mean_accuracy`` (over the run: the area
-    under the learning curve by its width) or that of another primary metric; ``gain`` (by how much it got better),
-    ``train_seconds``, ``sampled_tokens``, ``trained_tokens``, ``margin_last`` and ``pair_accuracy_last`` (of the last
-    update that has them). A fact that was not recorded is not there.
+    ``points``: evaluations with the primary metric, on the first evaluated task. ``info``: values by name, from the
+    last evaluation; also ``start_accuracy`` and ``mean_accuracy`` (normalized area under the learning curve), or the
+    same for a different primary metric; ``gain`` (improvement), ``train_seconds``, ``sampled_tokens``,
+    ``trained_tokens``, ``margin_last`` and ``pair_accuracy_last`` (last recorded update). Unrecorded values are
+    omitted.
     """
 
     row: str
@@ -57,7 +57,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest point of a row's mean learning curve, from which the row then fell: values of the primary metric."""
+    """Highest point on a row's mean learning curve before a fall, in units of the primary metric."""
 
     step: int
     value: float
@@ -66,7 +66,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row of the table: its trials, and the facts of the finished ones summarized over seeds."""
+    """A table row: its trials, and finished results summarized over seeds."""
 
     name: str
     trials: list[TrialResult]
@@ -77,10 +77,11 @@ class RowResult:
         return [trial for trial in self.trials if trial.state == "finished"]
 
     def fall(self, primary: Metric) -> Peak | None:
-        """Return the peak of the mean curve over seeds if the row fell after it by more than chance explains.
+        """Find the peak of the mean curve if the row then fell by more than chance explains.
 
-        For a share, the mean at the end is outside of the 95 % interval of one evaluation at the peak (of the first
-        seed). For another metric the 95 % interval of (peak − end) over seeds excludes 0; one seed shows no fall then.
+        For fractions, the final mean must be outside the 95 % interval of one evaluation at the peak (first seed).
+        For other metrics, the 95 % interval for (peak − end) over seeds must exclude 0, so a single seed never shows
+        a fall.
         """
         curves = [{point.step: point.results for point in trial.points} for trial in self.finished]
         if not curves:
@@ -101,14 +102,14 @@ class RowResult:
 
 
 def read_trial(rows: Sequence[MetricsRow], row: str, seed: int, state: str, primary: Metric = ACCURACY) -> TrialResult:
-    """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
+    """Read a trial from its metrics. With several held-out tasks, use the first evaluated."""
     every = evaluation_points(rows)
     metric = primary.name
     info = _training_info(rows)
     by_step = {}
     for point in every:
         if point.name == every[0].name and primary.value(point.results) is not None:
-            by_step[point.step] = point  # of a step evaluated twice, the last
+            by_step[point.step] = point  # if a step was evaluated twice, keep the last
     points = list(by_step.values())
     curve = [(point.step, point.results[metric]) for point in points]
     if curve:
@@ -141,7 +142,7 @@ def _training_info(rows: Sequence[MetricsRow]) -> dict[str, float]:
 
 
 def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metric = ACCURACY) -> list[RowResult]:
-    """One result per row, the best mean of the primary metric first; those without a finished trial last."""
+    """Build one result per row, best mean primary metric first; rows without finished trials last."""
     rows = []
     for name in order:
         own = [trial for trial in trials if trial.row == name]
@@ -166,7 +167,7 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metr
 
 
 def _noise(primary: Metric, peaks: Sequence[Mapping[str, float]], ends: Sequence[Mapping[str, float]]) -> float | None:
-    """Return how far a row may fall by chance; None: it cannot be said. See ``RowResult.fall``."""
+    """Estimate how far a row may fall by chance; None if unknown. See ``RowResult.fall``."""
     interval = primary.interval(peaks[0])
     value = primary.value(peaks[0])
     if interval is not None and value is not None:
@@ -184,7 +185,7 @@ def _noise(primary: Metric, peaks: Sequence[Mapping[str, float]], ends: Sequence
 
 
 def describe_falls(rows: Sequence[RowResult], primary: Metric) -> list[str]:
-    """Return a sentence about each row that fell after a peak."""
+    """Describe each row that fell after a peak."""
     lines = []
     for row in rows:
         peak = row.fall(primary)
@@ -202,10 +203,10 @@ def rows_part(
     title: str = "",
     over: tuple[str, Mapping[str, float]] | None = None,
 ) -> SweepPart:
-    """The learning of the rows as a part of the report.
+    """Build the report section on learning.
 
-    ``start_label``: where the initial model is from; ``sources``: where each row is from. ``over``: the key in which
-    the rows differ, and its value in each, where that is a number.
+    ``start_label``: origin of the initial model. ``sources``: origin of each row. ``over``: the varied key with its
+    value in each row, if numeric.
     """
     start = next((trial.start for row in rows for trial in row.trials if "n" in trial.start), {})
     interval = primary.interval(start)
@@ -246,7 +247,7 @@ def rows_part(
 
 
 def _plain_row(row: RowResult, source: str, primary: Metric) -> dict[str, object]:
-    """Return a row as plain data for ``results.json``."""
+    """Convert a row to plain data for ``results.json``."""
     fall = None
     peak = row.fall(primary)
     if peak is not None:
@@ -257,7 +258,7 @@ def _plain_row(row: RowResult, source: str, primary: Metric) -> dict[str, object
 def _insert_peaks(
     header: list[str], lines: Sequence[list[str]], at: Mapping[str, Peak | None], primary: Metric
 ) -> None:
-    """Add the column ``peak`` after the result of the end: the highest mean and its step, of rows that fell."""
+    """Insert the column ``peak`` after the final result: highest mean and its step, for rows that fell."""
     header.insert(3, "peak")
     for line in lines:
         peak = at.get(line[0])

@@ -1,6 +1,6 @@
-"""The work of a sweep's runs as they were made, with the keys of the command line: one line for rows that do as much.
+"""Describe the work done by a sweep's runs, including command line overrides; rows with equal work share a line.
 
-Descriptions of sweeps name no numbers, because a key of the command line would make them wrong.
+Sweep descriptions contain no numbers, because command line overrides would invalidate them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from posttrain.sweeps.plan import SweepPlan
 
 
 def describe_made(plan: SweepPlan) -> list[str]:
-    """Return sentences about updates, answers and held-out items of each row's runs."""
+    """Describe updates, answers and held-out items for each row's runs."""
     rows: dict[str, list[str]] = {}
     for row in plan.rows:
         rows.setdefault(describe_work(row.recipe), []).append(row.name)
@@ -22,7 +22,7 @@ def describe_made(plan: SweepPlan) -> list[str]:
 
 
 def describe_work(recipe: Recipe) -> str:
-    """Return how many updates a resolved recipe makes, on how many answers or rows, and what is evaluated."""
+    """Describe a resolved recipe's updates, answers or rows, and evaluations."""
     steps = recipe.train.steps
     assert steps is not None, "a sweep's rows name their steps"
     parts = [f"{steps:,} updates at a rate of up to {recipe.train.lr:g}"]

@@ -1,6 +1,6 @@
-"""The plan of a sweep: its trials, each a process of its own, and what each needs before it.
+"""Plan a sweep: its trials, one process each, and their dependencies.
 
-A trial is an ordinary run or an ordinary evaluation in a folder of its own: it can be looked at, or repeated by hand.
+A trial is an ordinary run or evaluation in a separate folder, so it can be inspected or repeated by hand.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TrialState = Literal["new", "unfinished", "finished"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTrial:
-    """One process of a sweep: a run (``Training``) or an evaluation.
+    """One process in a sweep: a run (``Training``) or an evaluation.
 
-    ``row``: the name in the sweep's file. ``needs``: names of the trials whose files it reads.
-    ``command``: the words after ``posttrain`` that make it, but for ``--resume`` of a run.
-    ``section``: the key of the file that asks for an evaluation; those for ``labelled`` become a file of steps.
+    ``row``: name in the sweep file. ``needs``: trials whose files it reads. ``command``: arguments for ``posttrain``,
+    except ``--resume`` for runs. ``section``: the file key that requests an evaluation; ``labelled`` evaluations
+    become a file of steps.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SweepTrial:
 
     @property
     def last_file(self) -> Path:
-        """The file that is written last of all."""
+        """The file written last."""
         if self.section == LABELLED:
             return self.folder.with_suffix(".jsonl")
         return self.folder / RESULTS
@@ -72,31 +72,31 @@ class SweepTrial:
 
     @property
     def settings(self) -> tuple[Path, str]:
-        """The file next to its folder that keeps what makes it, and the text of that."""
+        """The file beside the trial's folder that stores its settings, and the file's text."""
         return self.folder.with_name(f"{self.folder.name}.command.json"), json.dumps(self.command, indent=1) + "\n"
 
     @property
     def result(self) -> str:
-        """The primary metric of a run at its last evaluation, as text; empty where there is none."""
+        """A run's primary metric at its last evaluation, as text; empty if unavailable."""
         return ""
 
     def conflict(self) -> str | None:
-        """The reason why what lies in its folder may not be continued, if there is one."""
+        """Explain why the existing folder cannot be continued; None if it can."""
         path, text = self.settings
         if path.is_file() and path.read_bytes() == text.encode():
             return None
-        return f"{self.folder}: made with other settings of {self.section}"
+        return f"{self.folder}: created with different {self.section} settings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(SweepTrial):
-    """A run. Its resolved ``recipe`` makes it."""
+    """A run, defined by its resolved ``recipe``."""
 
     recipe: Recipe
 
     @property
     def weights(self) -> str:
-        """The weights that it ends with."""
+        """Path to the final weights."""
         return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
 
     @property
@@ -132,14 +132,14 @@ class Training(SweepTrial):
         if not changed:
             return None
         shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
-        return f"{self.folder}: made by another recipe; it differs in {shown}"
+        return f"{self.folder}: created by a different recipe, which differs in {shown}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """A checked sweep: its trials, each after what it needs.
+    """A checked sweep with its trials in dependency order.
 
-    ``start_source``: where the initial model is from. ``base``: the recipe that the rows share, if there is one.
+    ``start_source``: origin of the initial model. ``base``: the recipe shared by all rows, if any.
     """
 
     folder: Path
@@ -152,37 +152,37 @@ class SweepPlan:
 
     @property
     def start(self) -> Training | None:
-        """The run whose weights the others begin with, trained first and once."""
+        """The run that trains the shared initial model, first and only once."""
         return next((trial for trial in self.trials if trial.row == "start" and isinstance(trial, Training)), None)
 
     @property
     def trainings(self) -> list[Training]:
-        """The runs of the rows, seed by seed, without the start."""
+        """Row runs, seed by seed, without the start."""
         return [trial for trial in self.trials if isinstance(trial, Training) and trial.row != "start"]
 
     @property
     def scorers(self) -> list[Training]:
-        """The runs that train reward models."""
+        """Runs that train reward models."""
         return [trial for trial in self.trainings if trial.recipe.trains_scorer]
 
     @property
     def policies(self) -> list[Training]:
-        """The runs that train policies."""
+        """Runs that train policies."""
         return [trial for trial in self.trainings if not trial.recipe.trains_scorer]
 
     def evaluations(self, section: str) -> list[SweepTrial]:
-        """The evaluations that a section of the file asks for, seed by seed."""
+        """Evaluations requested by a section of the file, seed by seed."""
         return [trial for trial in self.trials if trial.section == section]
 
     def to_yaml(self) -> str:
-        """The file with every row as a whole recipe; it makes the same trials again."""
+        """Render the file with complete recipes for all rows; loading it yields the same trials."""
         scorers = {row.name for row in self.rows if row.recipe.trains_scorer}
         rows = {}
         for row in self.rows:
             data = row.recipe.dump()
             if row.needs:
                 data["needs"] = list(row.needs)
-            if LABELLED in row.needs:  # the sweep itself gives these to the row
+            if LABELLED in row.needs:  # the sweep supplies these
                 del data["task"]
             if scorers & set(row.needs) and not _reward_models(row.recipe.rewards):
                 del data["rewards"]
@@ -203,24 +203,24 @@ def load_sweep(
     num_seeds: int | None = None,
     over: tuple[str, Sequence[str]] | None = None,
 ) -> SweepPlan:
-    """Read the file of a sweep and check every trial.
+    """Load a sweep file and check every trial.
 
     Args:
-        name_or_path: a file, or a shipped sweep with or without ``sweep/``; or a recipe of one run.
-        overrides: dotted keys of the file (``rows.dapo.objective.clip_high``), or of every row (``train.lr``).
+        name_or_path: a file or shipped sweep, with or without ``sweep/``; or a single-run recipe.
+        overrides: dotted keys in the file (``rows.dapo.objective.clip_high``), or in every row (``train.lr``).
         folder: the sweep's directory; nothing is written here.
-        rows, num_seeds: names of the rows wanted (None: all), and the number of seeds (None: the file's).
-        over: of a recipe, a key and the values that it takes in turn: a row for each.
+        rows, num_seeds: selected rows (None: all), and number of seeds (None: the file's).
+        over: for a recipe, a key and its values; each value becomes a row.
 
     Raises:
-        RecipeError, UnknownComponent: with file, line, row and key.
-        UsageError: an override or a row of something that the file does not have.
+        RecipeError, UnknownComponent: names file, line, row and key.
+        UsageError: an override or row that the file does not have.
     """
     keys = [key for key, _ in overrides]
     if over is not None:
         keys.append(over[0])
     if "train.seed" in keys:
-        raise UsageError("--train.seed: every trial has a seed of its own; --seeds says how many there are")
+        raise UsageError("--train.seed: set per trial; use --seeds to choose the number of seeds")
     own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
     common = [override for override in overrides if override not in own]
     content, document = read_sweep(name_or_path, own, over)
@@ -239,7 +239,7 @@ def load_sweep(
     counts = Counter(trial.name for trial in trials)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
-        raise RecipeError(f"sweep: two trials would be called {twice[0]}; give their rows other names")
+        raise RecipeError(f"sweep: two trials would be named {twice[0]}; rename one row")
     if content.start is not None:
         start_source = label_of(content.start)
     else:
@@ -257,10 +257,10 @@ def load_sweep(
 
 
 def _refuse_inert(key: str, rows: Collection[SweepRow]) -> None:
-    """Refuse a key that does nothing at any of its values.
+    """Refuse a varied key without any effect.
 
     Raises:
-        UsageError: with the reason, and what makes it act.
+        UsageError: explains why, and what would make it effective.
     """
     from posttrain.training.checks import resolve_components
 
@@ -270,29 +270,33 @@ def _refuse_inert(key: str, rows: Collection[SweepRow]) -> None:
         message = refuse_inert_option(key, find_inert_options(row.recipe, needs))
         if not message:
             return
-    raise UsageError(f"--over {key}: all rows would be the same run: {message}")
+    raise UsageError(f"--over {key}: all rows would be identical: {message}")
 
 
 def _rules(content: SweepFile, rows: Mapping[str, SweepRow], overrides: Overrides) -> Iterator[Rule]:
-    """Conditions on the sections of the file and on its rows; see ``Rule``."""
+    """Yield conditions on file sections and rows; see ``Rule``."""
     scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
     proxies = {need for row in rows.values() for need in row.needs if need in scorers}
     if content.best_of_n is not None:
-        yield not scorers, "best_of_n", "a reward model chooses; none of the rows trains one"
-        several = "next to policies there is one reward model, which they all learn from"
+        yield not scorers, "best_of_n", "needs a reward model as selector, but no row trains one"
+        several = "with policies, there must be exactly one reward model, which trains all of them"
         yield bool(proxies) and len(scorers) != 1, "best_of_n", several
     if content.head_to_head is not None:
         judge = content.head_to_head.judge
         key = "head_to_head.judge"
-        yield judge not in scorers, key, f"{judge!r} is none of the reward models: {', '.join(scorers) or 'none'}"
-        other = "policies need one reward model, and the judge must be another one"
+        yield (
+            judge not in scorers,
+            key,
+            f"{judge!r} is not a reward model row. Reward models: {', '.join(scorers) or 'none'}",
+        )
+        other = "policies need exactly one reward model, and the judge must be a different one"
         yield len(proxies) != 1 or judge in proxies, key, other
     for row in rows.values():
         yield from _row_rules(content, row, scorers, overrides)
 
 
 def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overrides: Overrides) -> Iterator[Rule]:
-    """Conditions on one row; ``scorers``: the rows that train reward models."""
+    """Yield conditions on one row; ``scorers``: rows that train reward models."""
     source = content.rows[row.name]
     where = f"rows.{row.name}"
     recipe = row.recipe
@@ -300,7 +304,7 @@ def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overri
     before = [need for need in row.needs if need not in (*models, LABELLED)]
     yield len(before) > 1 or len(models) > 1, f"{where}.needs", "give at most one reward model and one policy"
     if before or content.start is not None:
-        other_weights = "it begins with the weights of another run; leave this out"
+        other_weights = "training starts from another run's weights; omit this key"
         keys = [key.removeprefix(f"{where}.") for key, _ in overrides]
         if (content.base is not None or "recipe" in source) and source.get("model"):
             keys += [f"model.{key}" for key in source["model"]]
@@ -308,16 +312,16 @@ def _row_rules(content: SweepFile, row: SweepRow, scorers: Sequence[str], overri
         yield "model.name" in keys, f"{where}.model.name", other_weights
     if not models:
         return
-    policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
+    policy = "a reward model needs sampled answers; give a policy recipe with 'rollout'"
     yield recipe.trains_scorer or recipe.rollout is None, where, policy
-    reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
+    reward = "the reward comes from the required reward model; use reward_model, or omit this key"
     yield "rewards" in source and not _reward_models(recipe.rewards), f"{where}.rewards", reward
     section = content.best_of_n
     if section is not None and recipe.rollout is not None:
-        measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
+        measured = "set every and num_kl_prompts, to measure gold, proxy and KL during training"
         yield not (recipe.eval.every and recipe.eval.num_kl_prompts), f"{where}.eval", measured
         given = recipe.rollout.temperature
-        same = f"{given} here and {section.temperature} in best_of_n; give one value, for the KL"
+        same = f"{given} here but {section.temperature} in best_of_n; use the same value, so that KLs are comparable"
         yield given != section.temperature, f"{where}.rollout.temperature", same
 
 
@@ -326,7 +330,7 @@ def _reward_models(rewards: Sequence[RewardComponent]) -> list[RewardComponent]:
 
 
 def _rewarded_by(recipe: Recipe, scorer: Training) -> Recipe:
-    """Return the recipe of a policy with the run of a reward model put into its rewards, or as its only reward."""
+    """Insert a reward model's run into a policy recipe's rewards, or make it the only reward."""
     rewards = [reward.model_dump() for reward in recipe.rewards]
     if not _reward_models(recipe.rewards):
         rewards = [{"name": "reward_model"}]
@@ -339,7 +343,7 @@ def _rewarded_by(recipe: Recipe, scorer: Training) -> Recipe:
 
 @dataclass
 class _Builder:
-    """Makes the trials of a plan: the start, then seed by seed, so that a sweep that is stopped has finished seeds."""
+    """Builds the trials: start first, then seed by seed, so that a stopped sweep has complete seeds."""
 
     content: SweepFile
     folder: Path
@@ -347,7 +351,7 @@ class _Builder:
     start: Training | None = None
 
     def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[SweepTrial]:
-        """All trials, each after what it needs."""
+        """Yield all trials in dependency order."""
         if start is not None:
             self.start = self._run("start", start.train.seed, start)
             yield self.start
@@ -365,7 +369,7 @@ class _Builder:
             if self.content.head_to_head is not None:
                 needed = {need for row in self.rows.values() for need in row.needs}
                 (proxy,) = needed & scorers.keys()
-                judges = [runs[self.content.head_to_head.judge], runs[proxy]]  # the first says which answer wins
+                judges = [runs[self.content.head_to_head.judge], runs[proxy]]  # the first judge decides the winner
                 for run in runs.values():
                     if run.row not in scorers:
                         yield self._evaluation("head_to_head", seed, run, judges)
@@ -385,7 +389,7 @@ class _Builder:
         if LABELLED in row.needs:
             needs.append(f"{LABELLED}-seed{seed}")
             own.task = own.task.model_copy(update={"path": str(self.folder / LABELLED / f"seed{seed}.jsonl")})
-        for scorer in scorers:  # at most one; it is the whole reward where the recipe names none
+        for scorer in scorers:  # at most one; if the recipe names no reward, it is the only one
             own = _rewarded_by(own, scorer)
         return self._run(row.name, seed, own, needs)
 
@@ -399,8 +403,10 @@ class _Builder:
             name = f"{row}-seed{seed}"
             place = self.folder / "cells"
         if recipe.train.steps is None:
-            raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")
-        try:  # before the first trial is trained, not when this one's turn has come
+            raise RecipeError(
+                f"{name}: train.num_epochs: dependent trials need the final step number; give train.steps"
+            )
+        try:  # check before any trial trains
             resolve_components(recipe.resolve())
         except UsageError as error:
             raise RecipeError(f"{name}: {error}") from None
@@ -417,7 +423,7 @@ class _Builder:
     def _evaluation(
         self, section: str, seed: int, run: Training | None = None, judges: Sequence[Training] = ()
     ) -> SweepTrial:
-        """An evaluation of the start by the answers that ``judges`` choose; of the policy ``run`` against the start."""
+        """Build an evaluation: the initial model with ``judges`` as selectors, or the policy ``run`` against it."""
         assert self.start is not None
         settings = getattr(self.content, section)
         name = f"{LABELLED}-seed{seed}"

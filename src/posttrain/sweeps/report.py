@@ -1,4 +1,4 @@
-"""From the finished trials of a sweep to its results."""
+"""Collect a sweep's results from its finished trials."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from posttrain.sweeps.runner import SweepOutcome
 
 
 def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> SweepResults:
-    """Read the records of every finished trial.
+    """Read the records of all finished trials.
 
     Raises:
-        RunFailure: too little is finished for a report.
+        RunFailure: too few trials have finished.
         DataError: a record is damaged.
     """
     content = plan.content
     failures = dict(outcome.failures)
-    for run in plan.trainings:  # also those of an earlier attempt
+    for run in plan.trainings:  # including failures from earlier attempts
         status = run.status
         if status is not None and status.state == "failed":
-            failures.setdefault(run.name, status.message or "no reason was recorded")
+            failures.setdefault(run.name, status.message or "no reason recorded")
     parts: dict[str, SweepPart] = {}
     if content.best_of_n is None and content.head_to_head is None:
         stored = _primary_metrics(plan.policies or plan.scorers)
@@ -68,7 +68,7 @@ def collect_sweep(plan: SweepPlan, outcome: SweepOutcome, command: str) -> Sweep
 
 
 def _weights(plan: SweepPlan) -> dict[str, str]:
-    """Return the weights of the policies by ``ROW-seedN``, and those that they are compared with: the ``start``."""
+    """Map policies (``ROW-seedN``) and ``start`` to their weights."""
     weights = {run.name: run.weights for run in plan.policies}
     if plan.start is not None:
         weights["start"] = plan.start.weights
@@ -76,7 +76,7 @@ def _weights(plan: SweepPlan) -> dict[str, str]:
 
 
 def _read_agreements(plan: SweepPlan) -> list[JudgeAgreement]:
-    """Return the held-out agreement of the judges, of each seed whose judge was evaluated after its training."""
+    """Read held-out agreements for judges evaluated after training."""
     assert plan.content.head_to_head is not None
     found = []
     for run in plan.scorers:
@@ -91,7 +91,7 @@ def _read_agreements(plan: SweepPlan) -> list[JudgeAgreement]:
 
 
 def _run_line(plan: SweepPlan, run: Training) -> tuple[str, str, str, str]:
-    """Return a run's name, state and result, and the address of its report from the sweep's own."""
+    """Collect a run's name, state and result, and the relative link to its report."""
     page = run.folder / "report.html"
     address = ""
     if page.is_file():
@@ -100,7 +100,7 @@ def _run_line(plan: SweepPlan, run: Training) -> tuple[str, str, str, str]:
 
 
 def _primary_metrics(runs: Sequence[Training]) -> dict[str, str]:
-    """Return the names of the primary metrics by run; a run that has recorded none is left out."""
+    """Map runs to their primary metrics; runs without one are skipped."""
     found = {}
     for run in runs:
         status = run.status
@@ -110,7 +110,7 @@ def _primary_metrics(runs: Sequence[Training]) -> dict[str, str]:
 
 
 def _read_learning(plan: SweepPlan, failures: Mapping[str, str]) -> dict[str, SweepPart]:
-    """Return the learning of the reward models, and of the policies of head-to-head evaluations, by primary metric."""
+    """Build learning sections for reward models and head-to-head policies, by primary metric."""
     parts = {}
     policies = []
     if plan.content.head_to_head is not None:
@@ -127,7 +127,7 @@ def _read_learning(plan: SweepPlan, failures: Mapping[str, str]) -> dict[str, Sw
 
 
 def numeric_key(plan: SweepPlan) -> tuple[str, dict[str, float]] | None:
-    """Return the one key in which the rows differ, with its value in each; None unless it is a number in all."""
+    """Find the single key in which rows differ, with its value in each; None unless numeric everywhere."""
     sources = {row.name: flatten(plan.content.rows[row.name]) for row in plan.rows}
     keys = {key for source in sources.values() for key in source}
     values = {name: value for name, source in sources.items() for value in source.values()}
@@ -144,7 +144,7 @@ def _read_rows(
     trials = []
     for run in runs:
         rows = run.metrics()
-        if run.row in own_reward:  # its reward would be read as a comparison
+        if run.row in own_reward:  # custom rewards are not comparable across rows
             for row in rows:
                 for name in [name for name in row.metrics if name.endswith("/reward")]:
                     del row.metrics[name]
@@ -161,7 +161,7 @@ def _read_rows(
 
 
 def _describe_no_learning(plan: SweepPlan) -> list[str]:
-    """Return a line for each run that cannot learn, and one where the rows of each seed are equal but for the rate."""
+    """List runs that cannot learn, and note if all rows are identical apart from the learning rate."""
     lines: list[str] = []
     by_seed: dict[int, list[list[dict[str, float]]]] = {}
     for run in plan.trainings:
@@ -171,18 +171,18 @@ def _describe_no_learning(plan: SweepPlan) -> list[str]:
             steps = [row.metrics | {"lr": 0.0} for row in rows if not is_evaluation(row)]
             by_seed.setdefault(run.seed, []).append(steps)
     if by_seed and all(map(_are_equal, by_seed.values())):
-        what = "all rows have equal metrics for every seed, so what differs between them has no effect"
+        what = "all rows have identical metrics for every seed, so their differences have no effect"
         lines.insert(0, f"{what}. Check that this method reads the key, and that the runs learn at all")
     return lines
 
 
 def _are_equal(runs: Sequence[Sequence[Mapping[str, float]]]) -> bool:
-    """Return whether there are several runs, with steps, and each step has the same metrics in all of them."""
+    """Check if several runs have identical metrics at every step."""
     return len(runs) > 1 and len(runs[0]) > 0 and all(other == runs[0] for other in runs)
 
 
 def _read_choices(plan: SweepPlan, samples: int) -> dict[str, SweepPart]:
-    """Choices of reward models: compared with one another, or as the proxy that policies were trained against."""
+    """Read reward model selections, for comparing reward models or for studying over-optimization."""
     chosen: dict[str, dict[int, list[Item]]] = {run.row: {} for run in plan.scorers}
     for trial in plan.evaluations("best_of_n"):
         if trial.state == "finished":
@@ -191,11 +191,11 @@ def _read_choices(plan: SweepPlan, samples: int) -> dict[str, SweepPart]:
             for of_seed in chosen.values():
                 counts |= {len(other) for other in of_seed.values()}
             if len(counts) != 1 or not any(item.samples for item in items):
-                raise DataError(trial.folder / ITEMS, "not answers to the problems of this sweep; delete the folder")
+                raise DataError(trial.folder / ITEMS, "answers do not match this sweep's problems; delete the folder")
             chosen[trial.row][trial.seed] = items
     seeds = sorted(set.intersection(*(set(of_seed) for of_seed in chosen.values())))
     if not seeds:
-        raise RunFailure("nothing to report yet: for no seed have all reward models chosen among the start's answers")
+        raise RunFailure("nothing to report yet: no seed has evaluations for all reward models")
     if any(set(row.needs) & chosen.keys() for row in plan.rows):
         runs = [(run.row, run.seed, run.metrics()) for run in plan.policies if run.state == "finished"]
         of_proxy = next(iter(chosen.values()))
@@ -205,7 +205,7 @@ def _read_choices(plan: SweepPlan, samples: int) -> dict[str, SweepPart]:
 
 
 def _describe_differences(plan: SweepPlan) -> list[str]:
-    """One line per row that has more of its own than its method, and one for all others."""
+    """Describe row differences outside the method, one line each, with a summary line for all other rows."""
     lines = []
     rest = []
     for row in plan.rows:
@@ -215,6 +215,6 @@ def _describe_differences(plan: SweepPlan) -> list[str]:
         else:
             rest.append(f"{row.name} ({row.source})")
     if rest:
-        what = "objective, advantage, aggregation, selection and what belongs to them"
-        lines.append(f"in the method alone ({what}): {', '.join(rest)}")
+        what = "objective, advantage, aggregation, selection and related keys"
+        lines.append(f"rows that differ only in the method ({what}): {', '.join(rest)}")
     return lines

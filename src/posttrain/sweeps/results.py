@@ -1,4 +1,4 @@
-"""The results of a sweep: parts with tables, sentences, notes and data, whatever question each answers."""
+"""Sweep results: sections with tables, findings, notes and data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.durable import sayable
 from posttrain.untrusted import bullets, paragraph, plain
 
-ShownAnswer = tuple[str, str, float | None]  # who wrote it, the text, its score
-ShownPrompt = tuple[str, list[ShownAnswer]]  # the prompt, and its answers
+ShownAnswer = tuple[str, str, float | None]  # author, text, score
+ShownPrompt = tuple[str, list[ShownAnswer]]  # prompt and answers
 
 
 @dataclass(frozen=True)
 class SweepPart:
-    """Results of one function over the rows of a sweep.
+    """A results section about a sweep's rows.
 
-    ``findings``: a sentence each. ``notes``: how to read the numbers. ``data``: everything as plain data, for
-    ``results.json``. ``drawn``: the arguments of the function of ``reports.sweeps`` that draws its panels.
-    ``samples``: prompts with their answers.
+    ``findings``: one sentence each. ``notes``: help with reading the numbers. ``data``: plain data for
+    ``results.json``. ``drawn``: arguments for the plotting function in ``reports.sweeps``. ``samples``: prompts with
+    answers.
     """
 
     tables: list[TextTable]
@@ -36,11 +36,11 @@ class SweepPart:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All that is reported about a sweep.
+    """Everything reported about a sweep.
 
-    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``, and the learning of reward
-    models and policies. ``file``: the text of ``sweep.yaml``, with every row as a whole recipe. ``runs``: each run's
-    name, state and result, and the address of its report. ``made``: how much each row's runs did.
+    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``, and learning of reward models
+    and policies. ``file``: text of ``sweep.yaml`` with complete recipes. ``runs``: name, state, result and report
+    link for each run. ``made``: work done by each row's runs.
     """
 
     title: str
@@ -66,7 +66,7 @@ class SweepResults:
         return list(dict.fromkeys(line for part in self.parts.values() for line in part.notes))
 
     def to_markdown(self) -> str:
-        """The text of ``table.md``."""
+        """Render ``table.md``."""
         parts = [f"# {plain(self.title)}\n"]
         if self.description:
             parts.append(f"{paragraph(self.description)}\n")
@@ -77,11 +77,11 @@ class SweepResults:
             parts.append(f"## What was run\n\n{bullets(self.made)}")
         if self.differences:
             parts.append(f"## What differs\n\n{bullets(self.differences)}")
-        parts.append(f"## Make it again\n\n```\n{self.command}\n```\n")
+        parts.append(f"## Reproduce\n\n```\n{self.command}\n```\n")
         return "\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
-        """The text of ``results.json``: everything, unrounded; a number that is not finite is null."""
+        """Render ``results.json``: all results, unrounded; non-finite numbers become null."""
         names = ("title", "description", "command", "problems", "findings", "notes", "made", "differences")
         content = {name: getattr(self, name) for name in names}
         for part in self.parts.values():
@@ -90,7 +90,7 @@ class SweepResults:
 
 
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
-    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` of a share; ``61.2%`` for one seed or equal ones."""
+    """Format as ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` for a fraction; ``61.2%`` without any spread."""
     if summary is None:
         return NOTHING
     if is_share:

@@ -1,7 +1,6 @@
-"""Running the trials of a sweep: each one a process of its own, begun as soon as what it needs is there.
+"""Run the trials in a sweep, one process each, started as soon as their dependencies are available.
 
-Finished trials are left as they are, unfinished ones go on from where they were, and a trial that fails stops only
-those that need it.
+Finished trials are kept, unfinished ones continue, and a failed trial stops only its dependents.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from posttrain.sweeps.labelling import write_labelled
 from posttrain.sweeps.plan import SweepPlan, SweepTrial, Training, TrialState
 from posttrain.untrusted import allow_code_options
 
-MakeCommand = Callable[[SweepTrial, bool], list[str]]  # (trial, resume) -> the command that makes it
-Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure
+MakeCommand = Callable[[SweepTrial, bool], list[str]]  # (trial, resume) -> command line
+Say = Callable[[str, bool], None]  # prints a progress line; the flag marks failures
 POLL_SECONDS = 0.3
 NUM_CONFLICTS_SHOWN = 3
 
 
 @dataclass
 class SweepOutcome:
-    """The end of a sweep: by name, the last message of each failed trial, or the reason why it was not begun."""
+    """Outcome of a sweep: failed or skipped trials by name, with the error message or reason."""
 
     failures: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
 
 
 def read_states(plan: SweepPlan) -> dict[str, TrialState]:
-    """The state of each trial, by name.
+    """Read the state of each trial, by name.
 
     Raises:
-        RunConflict: some belong to another recipe, or to a process that does not end, or depend on weights that are
-            gone; the message says which.
+        RunConflict: trials belong to a different recipe or a live process, or depend on missing weights. The message
+            lists them.
     """
     working = wait_for_end(trial.folder for trial in plan.trials)
     states = {trial.name: trial.state for trial in plan.trials}
     if working:
-        problems = [f"{folder}: another process is working in it ({process})" for folder, process in working.items()]
-        raise _conflict(problems, "Wait for it or stop it; the same command then goes on")
+        problems = [f"{folder}: another process is using it ({process})" for folder, process in working.items()]
+        raise _conflict(problems, "Wait for it or stop it; then repeat the same command to continue")
     problems = []
     for trial in plan.trials:
         if states[trial.name] == "new":
@@ -63,7 +62,7 @@ def read_states(plan: SweepPlan) -> dict[str, TrialState]:
             problems.append(conflict)
         for name in trial.needs:
             if states[name] != "finished":
-                problems.append(f"{trial.folder}: made from an earlier {name}, which is gone or not finished")
+                problems.append(f"{trial.folder}: built from an earlier {name}, which is missing or unfinished")
     if problems:
         raise _conflict(problems, "Delete these trials first")
     return states
@@ -75,11 +74,11 @@ def _conflict(problems: list[str], remedy: str) -> RunConflict:
     if more > 0:
         shown.append(f"and {more} more.")
     what = "\n".join(shown)
-    return RunConflict(f"{what}\nNothing was changed. {remedy}. Or run it under another name with --run NAME")
+    return RunConflict(f"{what}\nNothing was changed. {remedy}. Or use a different name with --run NAME")
 
 
 def trial_command(trial: SweepTrial, resume: bool) -> list[str]:
-    """The command that makes a trial, or continues it, with the Python that runs now."""
+    """Build the command that starts or continues a trial with the current Python."""
     more = []
     if resume and isinstance(trial, Training):
         more = ["--resume"]
@@ -94,15 +93,15 @@ def run_trials(
     command: MakeCommand = trial_command,
     poll_seconds: float = POLL_SECONDS,
 ) -> SweepOutcome:
-    """Make what is not finished yet, ``jobs`` trials at a time (one per core by default; one where a GPU trains).
+    """Run all unfinished trials, ``jobs`` at a time (default: one per core, or one on a GPU).
 
     Raises:
-        RunConflict: the directory belongs to something else; nothing was changed.
-        RunFailure: the start could not be made.
+        RunConflict: the directory belongs to something else. Nothing was changed.
+        RunFailure: the start trial failed.
     """
     folder = plan.folder
     if _holds_something_else(folder):
-        raise RunConflict(f"{folder}: something else than a sweep is there. Choose another name with --run NAME")
+        raise RunConflict(f"{folder}: exists and is not a sweep. Choose a different name with --run NAME")
     refuse_live_folder(folder)
     read_states(plan)
     refuse_links(folder)
@@ -119,15 +118,15 @@ def run_trials(
         num_jobs = max(1, min(jobs, len(plan.trials)))
         num_threads = threads_per_child(max(1, count_cpus() // num_jobs))
         done = len(plan.trials) - len(todo)
-        line = f"{len(plan.trials)} trials, {num_jobs} at a time, threads of each: {num_threads}"
+        line = f"{len(plan.trials)} trials, {num_jobs} at a time, threads per trial: {num_threads}"
         if done:
-            line = f"{line}; {done} finished already"
+            line = f"{line}; {done} already finished"
         say(line, False)
         return _Runner(plan, states, say, command, num_jobs, num_threads, todo).run(poll_seconds)
 
 
 def _holds_something_else(folder: Path) -> bool:
-    """Return whether a folder, or a file in its place, is neither a sweep's nor what a killed start left."""
+    """Check if a path exists and is neither a sweep folder nor remains of a killed start."""
     if not folder.exists() or (folder / PLAN).is_file():
         return False
     if not folder.is_dir():
@@ -136,7 +135,7 @@ def _holds_something_else(folder: Path) -> bool:
 
 
 def _default_jobs(plan: SweepPlan) -> int:
-    """One trial per core; one at a time where a GPU trains."""
+    """One trial per core, or a single one on a GPU."""
     devices = {trial.recipe.model.device for trial in plan.trials if isinstance(trial, Training)}
     if devices <= {"cpu"}:
         return count_cpus()
@@ -149,7 +148,7 @@ def _default_jobs(plan: SweepPlan) -> int:
 
 @dataclass
 class _Runner:
-    """Starts, watches and ends the processes."""
+    """Starts, monitors and ends trial processes."""
 
     plan: SweepPlan
     states: dict[str, TrialState]
@@ -162,8 +161,8 @@ class _Runner:
     outcome: SweepOutcome = field(default_factory=SweepOutcome)
 
     def run(self, poll_seconds: float) -> SweepOutcome:
-        """All trials. After a signal none is begun, and those at work save and end."""
-        stop = stop_on_signals("stopping when what is at work has saved what it has")
+        """Run all trials. After a signal, start no more, and let active trials save and exit."""
+        stop = stop_on_signals("stopping after active trials have saved")
         with stop as should_stop, phase("sweep", describe=self._describe):
             try:
                 while self.waiting or self.working:
@@ -181,21 +180,21 @@ class _Runner:
                             self.working.remove((trial, child))
                             self._end(trial, child, code)
             finally:
-                end_children(child for _, child in self.working)  # on the way out by an error or a second signal
+                end_children(child for _, child in self.working)  # after an error or a second signal
         return self.outcome
 
     def _describe(self) -> str:
         at_work = ", ".join(trial.name for trial, _ in self.working) or "none"
         num_finished = sum(state == "finished" for state in self.states.values())
-        return f"{num_finished} of {len(self.states)} trials are finished, at work: {at_work}"
+        return f"{num_finished} of {len(self.states)} trials finished, running: {at_work}"
 
     def _begin(self) -> None:
-        """Begin those waiting trials whose needs are finished; those that need a failed one become failures."""
+        """Start waiting trials whose dependencies are finished; fail those whose dependencies failed."""
         for trial in list(self.waiting):
             lost = [name for name in trial.needs if name in self.outcome.failures]
             if lost:
                 self.waiting.remove(trial)
-                self._fail(trial, f"not begun, because {lost[0]} failed")
+                self._fail(trial, f"not started, because {lost[0]} failed")
             elif len(self.working) < self.num_jobs and all(self.states[name] == "finished" for name in trial.needs):
                 self.waiting.remove(trial)
                 self._start(trial)
@@ -204,12 +203,12 @@ class _Runner:
         path, settings = trial.settings
         replace_file(path, settings.encode(), durable=False)
         threads = self.num_threads
-        if trial.row == "start":  # nothing else runs before it
+        if trial.row == "start":  # it runs before all other trials
             threads = count_cpus()
         resume = self.states[trial.name] == "unfinished"
         begun = "started"
         if resume:
-            begun = "goes on"
+            begun = "continued"
         log = path.with_name(f"{trial.name}.log")
         self.working.append((trial, start_child(self.command(trial, resume), log, "a trial", threads)))
         self.say(f"{trial.name}: {begun}", False)
@@ -229,14 +228,14 @@ class _Runner:
         elif not self.outcome.interrupted:
             if trial.row == "start":
                 raise RunFailure(f"the start of the sweep failed: {message}")
-            self._fail(trial, message or "its process ended well, and yet it is not finished")
+            self._fail(trial, message or "the process exited normally but left the trial unfinished")
 
     def _fail(self, trial: SweepTrial, message: str) -> None:
         self.outcome.failures[trial.name] = message
         self.say(f"{trial.name}: failed: {message}", True)
 
     def _label(self, trial: SweepTrial) -> str | None:
-        """Turn the answers of an evaluation for ``labelled`` into steps; returns what went wrong."""
+        """Convert a ``labelled`` evaluation to steps; returns an error message or None."""
         labelled = self.plan.content.labelled
         start = self.plan.start
         if trial.section != LABELLED or labelled is None or start is None:

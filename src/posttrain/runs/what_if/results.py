@@ -32,10 +32,10 @@ TRAINING = ("reward", "loss")
 
 @dataclass(frozen=True)
 class FutureResult:
-    """One future that was played: its state, the metrics of its steps, and its held-out results.
+    """One played future: state, step metrics, and held-out results.
 
-    ``state``: ``finished`` or ``stopped`` where it was played to the end, else ``failed`` (``message`` says why),
-    ``interrupted`` or ``running``. ``folder``: its run directory, for ``pt.load_run``.
+    ``state``: ``finished`` or ``stopped`` if complete, else ``failed`` (see ``message``), ``interrupted`` or
+    ``running``. ``folder``: run directory, for ``pt.load_run``.
     """
 
     future: Future
@@ -81,7 +81,7 @@ class Equality:
 
     @property
     def holds(self) -> bool:
-        """True if nothing differs."""
+        """True if everything matches."""
         return self.difference is None and self.weights is not False
 
     def describe(self, plan: WhatIfPlan) -> str:

@@ -1,1 +1,1 @@
-"""Comparisons of methods that are tuned alike: what is trained, what is recorded, and what separates."""
+"""Compare methods under equal tuning: plan, records, runner and report."""

@@ -1,6 +1,6 @@
-"""The plan of a comparison: every row at every learning rate, then with fresh seeds at the rate that was best.
+"""Plan a comparison: try every row at every learning rate, then retrain at the best rate with fresh seeds.
 
-A trial is an ordinary run, told from others by the fingerprint of its resolved recipe.
+Trials are ordinary runs, identified by the fingerprint of their resolved recipe.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from posttrain.sweeps.file import (
 )
 
 StageName = Literal["tuning", "final"]
-FIRST_FINAL_SEED = 100  # seeds that chose a rate say too much good about it
+FIRST_FINAL_SEED = 100  # tuning seeds give optimistic results at the chosen rate
 POWER = 0.8
 LEVEL = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonTrial:
-    """One run: of a row, in a variant (its place in ``comparison.over.values``), at a learning rate, with a seed."""
+    """One run: row, variant (index into ``comparison.over.values``), learning rate and seed."""
 
     stage: StageName
     row: str
@@ -64,16 +64,16 @@ class ComparisonTrial:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 (16 hex digits) of what its recipe sets, without defaults: new keys leave it alone."""
+        """SHA-256 (16 hex digits) of non-default recipe settings; adding new keys does not change it."""
         given = decisive(self.recipe.model_dump(mode="json", exclude_defaults=True))
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPlan:
-    """A checked comparison: the recipe of each row, and what is trained of it.
+    """A checked comparison: recipes for all rows, and the trials to run.
 
-    ``twins``: by row and variant, the row that it equals there, because the options that they differ in do nothing.
+    ``twins``: maps (row, variant) to an equivalent row, if the options in which they differ have no effect there.
     """
 
     folder: Path
@@ -89,7 +89,7 @@ class ComparisonPlan:
 
     @property
     def variants(self) -> list[str]:
-        """The names of the variants, such as ``updates a batch = 8``; one empty name without any."""
+        """Variant labels, such as ``updates a batch = 8``; a single empty label without variants."""
         over = self.design.over
         if over is None:
             return [""]
@@ -97,12 +97,12 @@ class ComparisonPlan:
 
     @property
     def arms(self) -> list[tuple[SweepRow, int]]:
-        """The arms of the experiment: every row in every variant, but for those that equal another one there."""
+        """Experiment arms: every row in every variant, without duplicates of an equivalent row."""
         every = [(row, variant) for variant in range(len(self.variants)) for row in self.rows]
         return [(row, variant) for row, variant in every if (row.name, variant) not in self.twins]
 
     def tuning(self) -> list[ComparisonTrial]:
-        """The runs that choose the rates, seed by seed."""
+        """Trials that select the learning rates, seed by seed."""
         trials = []
         for seed in range(self.design.tuning.seeds):
             for row, variant in self.arms:
@@ -110,7 +110,7 @@ class ComparisonPlan:
         return trials
 
     def final(self, rates: Mapping[tuple[str, int], float]) -> list[ComparisonTrial]:
-        """The runs at the chosen rates, by row and variant, seed by seed; a row without a rate has none."""
+        """Trials at the selected rates, by row and variant, seed by seed; rows without a rate are skipped."""
         trials = []
         for seed in range(FIRST_FINAL_SEED, FIRST_FINAL_SEED + self.num_seeds):
             for row, variant in self.arms:
@@ -120,7 +120,7 @@ class ComparisonPlan:
         return trials
 
     def first_trials(self) -> list[ComparisonTrial]:
-        """One trial of each row in each variant, to be checked before any is trained."""
+        """One trial per row and variant, checked before training starts."""
         rate = self.design.rates[0]
         return [self._trial("final", row, variant, rate, FIRST_FINAL_SEED) for row, variant in self.arms]
 
@@ -140,7 +140,7 @@ class ComparisonPlan:
         )
 
     def _data(self, stage: StageName, recipe: Recipe, variant: int) -> dict[str, Any]:
-        """Return the data of a recipe in a variant, evaluated as a stage wants it."""
+        """Build recipe data for a variant, with the stage's evaluation settings."""
         data = recipe.dump()
         section: EvaluatedRuns = getattr(self.design, stage)
         tasks = [{**task, "split": section.split} for task in data["eval"]["tasks"]]
@@ -155,7 +155,7 @@ class ComparisonPlan:
         return data
 
     def _learning_from_pairs(self, section: TrainSection) -> dict[str, Any]:
-        """Return the sections of a recipe that samples no answers; ``section``: its ``train`` before."""
+        """Build the sections for training on pairs instead of sampling; ``section``: the recipe's ``train`` section."""
         assert self.design.pairs is not None, "the caller has looked"
         task = {"name": "preferences", "path": str(self.pairs_folder / ITEMS), "split": "all"}
         train = section.model_dump(exclude_none=True)
@@ -164,11 +164,11 @@ class ComparisonPlan:
 
     @property
     def pairs_folder(self) -> Path:
-        """The evaluation of the initial model whose right and wrong answers are the pairs."""
+        """Evaluation of the initial model whose correct and incorrect answers form the pairs."""
         return self.folder / "pairs"
 
     def pairs_command(self) -> list[str]:
-        """The words after ``posttrain`` that sample the answers of ``comparison.pairs``; none without it."""
+        """Build the ``posttrain`` arguments that sample answers for ``comparison.pairs``; empty without it."""
         pairs = self.design.pairs
         if pairs is None:
             return []
@@ -184,7 +184,7 @@ class ComparisonPlan:
         return [*words, "--out", str(self.pairs_folder), "--quiet"]
 
     def to_yaml(self) -> str:
-        """The file with every row as a whole recipe; it makes the same trials again."""
+        """Render the file with complete recipes for all rows; loading it yields the same trials."""
         content = self.content.model_dump(mode="json")
         rows = {row.name: row.recipe.dump() for row in self.rows}
         content |= {"start": None, "base": None, "rows": rows, "seeds": self.num_seeds}
@@ -192,7 +192,7 @@ class ComparisonPlan:
 
 
 def names_comparison(name_or_path: str, overrides: Overrides, over: object) -> bool:
-    """Return whether the file of a sweep has the section ``comparison``."""
+    """Check if a sweep file has a ``comparison`` section."""
     if over is not None:
         return False
     own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
@@ -208,15 +208,15 @@ def load_comparison(
     rows: Sequence[str] | None = None,
     num_seeds: int | None = None,
 ) -> ComparisonPlan:
-    """Read the file of a comparison and check every row in every variant; arguments as of ``load_sweep``.
+    """Load a comparison file and check every row in every variant; arguments as in ``load_sweep``.
 
     Raises:
-        RecipeError, UnknownComponent: with file, line, row and key.
-        UsageError: an override or a row of something that the file does not have.
+        RecipeError, UnknownComponent: names file, line, row and key.
+        UsageError: an override or row that the file does not have.
     """
     for key in ("train.seed", "train.lr"):
         if key in dict(overrides):
-            raise UsageError(f"--{key}: every trial has its own; --seeds and --comparison.rates say which")
+            raise UsageError(f"--{key}: set per trial; use --seeds and --comparison.rates instead")
     own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
     common = [override for override in overrides if override not in own]
     content, document = read_sweep(name_or_path, own, None)
@@ -224,25 +224,27 @@ def load_comparison(
     assert design is not None, "names_comparison has said so"
     if design.baseline not in content.rows:
         known = ", ".join(content.rows)
-        raise error_at(document, "comparison.baseline", f"there is no row {design.baseline!r}. Give one of {known}")
+        raise error_at(document, "comparison.baseline", f"no row {design.baseline!r}. Give one of {known}")
     if any(read_needs(document, content).values()):
-        raise error_at(document, "rows", "a comparison trains each row by itself; leave needs out")
+        raise error_at(document, "rows", "a comparison trains every row independently; omit needs")
     for key in ("start", "labelled", "best_of_n", "head_to_head"):
         if getattr(content, key) is not None:
-            raise error_at(document, key, "a comparison has no such part; leave it out, or comparison")
+            raise error_at(document, key, "not supported in a comparison; omit it, or omit comparison")
     reader = RowReader(document, content, common, {key for key, _ in own})
     chosen = [reader.row(name, ()) for name in choose_rows(content, dict.fromkeys(content.rows, ()), rows)]
     for row in chosen:
         if design.pairs is not None and row.recipe.rollout is None:
-            raise error_at(document, f"rows.{row.name}", "comparison.pairs takes the place of a rollout; give one")
+            raise error_at(
+                document, f"rows.{row.name}", "comparison.pairs replaces the rollout section; add one to this row"
+            )
     plan = ComparisonPlan(folder=Path(folder), content=content, rows=chosen, num_seeds=num_seeds or content.seeds)
     return replace(plan, twins=_check(plan, document))
 
 
 def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> dict[tuple[str, int], str]:
-    """Refuse lists of other lengths, repeated values, and recipes that cannot be trained, before the first run.
+    """Refuse mismatched list lengths, duplicate values, and untrainable recipes before the first run.
 
-    Return the rows that equal another one in a variant (``ComparisonPlan.twins``).
+    Returns rows equivalent to another row (``ComparisonPlan.twins``).
     """
     from posttrain.training.checks import resolve_components
 
@@ -251,11 +253,11 @@ def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> dict[tuple[st
         given = len(getattr(design, stage).cpu_seconds)
         if given not in (1, len(plan.variants)):
             key = f"comparison.{stage}.cpu_seconds"
-            raise error_at(document, key, f"{given} numbers for {len(plan.variants)} variants; give one for each")
+            raise error_at(document, key, f"{given} numbers for {len(plan.variants)} variants; give one per variant")
     if len(set(design.rates)) < len(design.rates):
-        raise error_at(document, "comparison.rates", "a rate is there twice; leave one out")
+        raise error_at(document, "comparison.rates", "duplicate rate; remove one")
     if len(set(plan.variants)) < len(plan.variants):
-        raise error_at(document, "comparison.over.values", "a value is there twice; leave one out")
+        raise error_at(document, "comparison.over.values", "duplicate value; remove one")
     seen: dict[tuple[int, str], str] = {}
     twins = {}
     for trial in plan.first_trials():
@@ -274,14 +276,14 @@ def _check(plan: ComparisonPlan, document: Document[SweepFile]) -> dict[tuple[st
     for row in plan.rows:
         if all((row.name, variant) in twins for variant in range(len(plan.variants))):
             twin = twins[row.name, 0]
-            raise RecipeError(f"rows.{row.name}: the same as {twin}, so nothing can differ; leave one out")
+            raise RecipeError(f"rows.{row.name}: identical to {twin}, so there is nothing to compare; remove one")
     return twins
 
 
 def choose_rates(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> dict[tuple[str, int], float]:
-    """The best rate by row and variant: the highest mean accuracy over the tuning seeds at the end.
+    """Select the best rate by row and variant: highest mean final accuracy over tuning seeds.
 
-    Of equal ones the higher mean height of the curve, then the smaller rate. A row that is not tuned yet has none.
+    Ties are broken by the higher mean learning curve, then the smaller rate. Incompletely tuned rows are skipped.
     """
     chosen = {}
     for row, variant in plan.arms:
@@ -300,7 +302,7 @@ def _height(records: Sequence[TrialRecord]) -> tuple[float, float]:
 def tuning_results(
     plan: ComparisonPlan, records: Sequence[TrialRecord], row: str, variant: int
 ) -> dict[float, list[TrialRecord]]:
-    """The records of the tuning of a row in a variant, by rate."""
+    """Collect a row's tuning records in a variant, by rate."""
     found: dict[float, list[TrialRecord]] = {}
     for rate in plan.design.rates:
         own = [
@@ -314,7 +316,7 @@ def tuning_results(
 
 
 def describe_design(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> list[str]:
-    """Say what the comparison costs and what it can find, a line each: runs, time, smallest differences."""
+    """Describe cost and statistical power, one line each: runs, time, detectable differences."""
     design = plan.design
     num_arms = len(plan.arms)
     num_tuning = num_arms * len(design.rates) * design.tuning.seeds
@@ -327,22 +329,22 @@ def describe_design(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> lis
     num_left = num_tuning + num_final - len(records)
     lines = [
         f"{num_tuning + num_final} runs: {shape} x {len(design.rates)} learning rates x {design.tuning.seeds} seeds to "
-        f"tune, then {plan.num_seeds} fresh seeds at each method's own rate; {num_left} are left",
+        f"tune, then {plan.num_seeds} fresh seeds at each method's best rate; {num_left} remaining",
         f"about {hours:.1f} CPU-hours in all: {' + '.join(f'{count} x {seconds:.0f} s' for count, seconds in costs)}",
-        f"rates are chosen on {design.tuning.problems} problems of {design.tuning.split}, results are of "
-        f"{design.final.problems} problems of {design.final.split}",
+        f"rates are chosen on {design.tuning.problems} {design.tuning.split} problems, results are on "
+        f"{design.final.problems} {design.final.split} problems",
     ]
     for (row, variant), twin in plan.twins.items():
-        lines.append(f"{row} is {twin} where {plan.variants[variant]}: what they differ in does nothing there")
+        lines.append(f"{row} equals {twin} if {plan.variants[variant]}: their differences have no effect there")
     if design.pairs is not None:
-        lines.append(f"pairs of one sampling run, before the others: posttrain {shlex.join(plan.pairs_command())}")
+        lines.append(f"pairs are sampled once, before training: posttrain {shlex.join(plan.pairs_command())}")
     return [*lines, *describe_power(plan)]
 
 
 def describe_power(plan: ComparisonPlan) -> list[str]:
-    """Say which differences the final seeds can find, in standard deviations over seeds."""
+    """Describe the differences detectable with the final seeds, in standard deviations over seeds."""
     if plan.num_seeds < 2:
-        return ["one seed a method has no spread: no difference is more than chance. Give --seeds 2 or more"]
+        return ["one seed per method: no difference can be tested. Give --seeds 2 or more"]
     num_pairs = len(list(combinations(plan.rows, 2)))
     parts = []
     for count, what in ((1, "one comparison"), (len(plan.rows) - 1, "against the baseline"), (num_pairs, "all pairs")):
@@ -353,13 +355,13 @@ def describe_power(plan: ComparisonPlan) -> list[str]:
                 divided = f", level {LEVEL:.0%} / {count}"
             parts.append(f"{size:.2f} ({what}{divided})")
     return [
-        f"smallest difference that {plan.num_seeds} seeds a method find with {POWER:.0%} power, in standard deviations "
-        f"over seeds: {'; '.join(parts)}"
+        f"smallest difference detectable with {plan.num_seeds} seeds per method at {POWER:.0%} power, in standard "
+        f"deviations over seeds: {'; '.join(parts)}"
     ]
 
 
 def _costs(plan: ComparisonPlan, records: Sequence[TrialRecord]) -> Iterator[tuple[int, float]]:
-    """Yield the number of runs and the CPU-seconds of one, measured or estimated, by stage and variant."""
+    """Yield the number of runs and the CPU-seconds per run, measured or estimated, by stage and variant."""
     design = plan.design
     stages: dict[StageName, int] = {"tuning": len(design.rates) * design.tuning.seeds, "final": plan.num_seeds}
     for stage, runs in stages.items():

@@ -1,4 +1,4 @@
-"""Records of the trials of a comparison: a small file each, which outlives the run's own folder."""
+"""Trial records for comparisons: one small file per trial, kept after the run folder is deleted."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord:
-    """The results of one run.
+    """Results of one run.
 
-    ``curve``: (step, accuracy) of its evaluations; ``outcomes``: a digit for each problem, 1 where the last answer was
-    right. ``cpu_seconds``: of its updates, sampling included and evaluation excluded; ``whole_seconds``: of all that
-    the run did. Both are None of a run that was interrupted.
+    ``curve``: (step, accuracy) at each evaluation. ``outcomes``: one digit per problem, 1 if the last answer was
+    correct. ``cpu_seconds``: time in updates, including sampling but not evaluation. ``whole_seconds``: total time.
+    Both are None for interrupted runs.
     """
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -47,22 +47,22 @@ class TrialRecord:
 
     @property
     def accuracy(self) -> float:
-        """The accuracy at the end."""
+        """Final accuracy."""
         return self.curve[-1][1]
 
     @property
     def peak(self) -> float:
-        """The highest accuracy along the way."""
+        """Highest accuracy during training."""
         return max(accuracy for _, accuracy in self.curve)
 
 
 def record_path(folder: Path, name: str) -> Path:
-    """Return the file of a trial's record in the folder of a comparison."""
+    """Build the path to a trial's record."""
     return folder / RECORDS / f"{name}.json"
 
 
 def write_trial_record(path: Path, record: TrialRecord) -> None:
-    """Put a record in place; atomic and durable.
+    """Write a record atomically and durably.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -72,7 +72,7 @@ def write_trial_record(path: Path, record: TrialRecord) -> None:
 
 
 def read_trial_record(path: Path) -> TrialRecord | None:
-    """The record of a trial; None where there is none.
+    """Read a trial's record; None if missing.
 
     Raises:
         DataError: damaged.
@@ -83,19 +83,19 @@ def read_trial_record(path: Path) -> TrialRecord | None:
 
 
 def read_recorded(path: Path) -> list[TrialRecord]:
-    """The records in the results of a comparison (``results.json``, key ``trials``).
+    """Read trial records from a comparison's results (``results.json``, key ``trials``).
 
     Raises:
-        DataError: no such file, or without records that can be read.
+        DataError: no such file, or no readable records in it.
     """
     try:
         content: Any = json.loads(read_record(path))
     except FileNotFoundError:
-        raise DataError(path, "there is no such file; give the results.json of a comparison") from None
+        raise DataError(path, "no such file; give a comparison's results.json") from None
     except ValueError:
-        raise DataError(path, "not JSON; give the results.json of a comparison") from None
+        raise DataError(path, "not JSON; give a comparison's results.json") from None
     if not isinstance(content, dict) or not isinstance(content.get("trials"), list):
-        raise DataError(path, "it has no trials; give the results.json of a comparison")
+        raise DataError(path, "no trials in it; give a comparison's results.json")
     try:
         return TypeAdapter(list[TrialRecord]).validate_python(content["trials"])
     except ValidationError as error:
@@ -103,9 +103,9 @@ def read_recorded(path: Path) -> list[TrialRecord]:
 
 
 def read_outcomes(path: Path, step: int, n: int) -> str:
-    """The digits of ``n`` problems, from the answers that the evaluation at ``step`` recorded in ``rollouts.db``.
+    """Read outcomes for ``n`` problems from the answers recorded in ``rollouts.db`` at ``step``.
 
-    A problem without an answer, because its prompt did not fit, counts as wrong.
+    Problems without an answer, because the prompt was too long, count as incorrect.
     """
     digits = ["0"] * n
     for rollout in RolloutStore(path, read_only=True).evaluations(step=step):
@@ -115,14 +115,16 @@ def read_outcomes(path: Path, step: int, n: int) -> str:
 
 
 def facts_of_run(folder: Path, rows: Sequence[MetricsRow]) -> dict[str, Any]:
-    """The curve, outcomes and sampled tokens of a finished run.
+    """Collect curve, outcomes and sampled tokens from a finished run.
 
     Raises:
-        DataError: it was not evaluated before the first and after the last update, or not by graded answers.
+        DataError: evaluations before the first or after the last update are missing, or answers were not graded.
     """
     trial = read_trial(rows, "", 0, "finished")
     if len(trial.points) < 2:
-        raise DataError(folder, "fewer than two evaluations with graded answers; a comparison needs a first and a last")
+        raise DataError(
+            folder, "fewer than two evaluations with graded answers; a comparison needs an initial and a final one"
+        )
     last = trial.points[-1]
     return {
         "curve": [(point.step, point.results["accuracy"]) for point in trial.points],

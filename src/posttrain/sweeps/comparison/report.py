@@ -1,4 +1,4 @@
-"""From the records of a comparison to its results: methods, pairs, learning rates, and what could have been found."""
+"""Compute comparison results from records: methods, pairs, learning rates, and statistical power."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from posttrain.sweeps.learning import RowResult, TrialResult
 from posttrain.sweeps.results import SweepPart, SweepResults
 from posttrain.sweeps.runner import SweepOutcome
 
-FELL = 0.05  # from its peak, in accuracy, before a line says that a method fell
-MAX_PAIRS = 28  # of a table; of more pairs only those of the baseline and those that separate are shown
+FELL = 0.05  # accuracy lost since the peak before a fall is reported
+MAX_PAIRS = 28  # per table; beyond this, show only pairs with the baseline or with a significant difference
 NOTES = (
-    "Right, and differences of it: after the last update, on the test problems, with 95 % intervals for other seeds "
-    "and other problems (two-way clusters, Student's t). Pairs are of the same problems and of seeds of their own.",
-    "IQM: the mean of the middle half of the seeds, with a stratified bootstrap interval over seeds; better than the "
-    "baseline: the chance that a seed of the method beats one of the baseline (both: Agarwal et al. 2021).",
-    "Over the run: the mean height of the learning curve; its differences are tested over seeds (Welch's t). Steps to "
-    "a threshold: mean of the seeds that reach it.",
-    "Holm: p corrected for all pairs of the table. Usable: learning rates within 5 points of the best one in tuning; "
-    "* marks a best rate at an end of those tried, so that a better one may lie beyond.",
-    "Sampled tokens and CPU-seconds: a run's mean; seconds of sampling and updates, evaluation excluded.",
+    "Right, and its differences: final accuracy on test problems, with 95 % intervals over seeds and problems "
+    "(two-way clustered, Student's t). Paired methods share problems but not seeds.",
+    "IQM: interquartile mean over seeds, with a stratified bootstrap interval; better than the baseline: probability "
+    "that a seed beats a baseline seed (both: Agarwal et al. 2021).",
+    "Over the run: mean height of the learning curve, with differences tested over seeds (Welch's t). Steps to a "
+    "threshold: mean over seeds that reach it.",
+    "Holm: p-value corrected for all pairs in the table. Usable: learning rates within 5 points of the best one in "
+    "tuning; * marks a best rate at the edge of the tried range, so a better one may lie outside.",
+    "Sampled tokens and CPU-seconds: mean per run; seconds cover sampling and updates but not evaluation.",
 )
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A method in a variant. ``tuning``: mean accuracy by rate; ``final``: records of its fresh seeds."""
+    """A method in one variant. ``tuning``: mean accuracy by rate. ``final``: records with fresh seeds."""
 
     row: str
     rate: float | None
@@ -67,7 +67,7 @@ class MethodResult:
 
     @property
     def outcomes(self) -> list[list[int]]:
-        """``[seeds, problems]``, 1 where the last answer was right."""
+        """``[seeds, problems]``, 1 if the last answer was correct."""
         return [[int(digit) for digit in record.outcomes] for record in self.final]
 
     @property
@@ -76,13 +76,13 @@ class MethodResult:
 
     @property
     def heights(self) -> list[float]:
-        """The mean heights of the curves, by seed."""
+        """Mean learning curve heights, by seed."""
         return [mean_height(record.curve) for record in self.final]
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """Two methods that are compared: ``a`` minus ``b`` at the end and over the run, with p after Holm's correction."""
+    """Comparison of two methods: ``a`` minus ``b`` at the end and over the run, with Holm-corrected p-values."""
 
     a: str
     b: str
@@ -95,10 +95,10 @@ class PairResult:
 def collect_comparison(
     plan: ComparisonPlan, records: Sequence[TrialRecord], outcome: SweepOutcome, command: str
 ) -> SweepResults:
-    """The results so far.
+    """Collect results so far.
 
     Raises:
-        RunFailure: nothing is finished.
+        RunFailure: no run has finished.
     """
     if not records:
         raise RunFailure("nothing to report yet: no run has finished")
@@ -133,7 +133,7 @@ def collect_comparison(
 
 
 def _read_methods(plan: ComparisonPlan, records: Sequence[TrialRecord], variant: int) -> list[MethodResult]:
-    """Return the methods of a variant, the best mean at the end first."""
+    """Collect methods in a variant, best final mean first."""
     rates = choose_rates(plan, records)
     methods = []
     for row, own_variant in plan.arms:
@@ -159,7 +159,7 @@ def _read_methods(plan: ComparisonPlan, records: Sequence[TrialRecord], variant:
 
 
 def compare_pairs(methods: Sequence[MethodResult], baseline: str) -> list[PairResult]:
-    """All pairs of methods with two seeds or more, the smallest p first; the baseline is second in its pairs."""
+    """Compare all pairs with at least two seeds each, smallest p first. The baseline is always ``b``."""
     usable = [method for method in methods if len(method.final) > 1]
     pairs = []
     for a, b in combinations(usable, 2):
@@ -178,7 +178,7 @@ def compare_pairs(methods: Sequence[MethodResult], baseline: str) -> list[PairRe
 
 
 def _facts(method: MethodResult, plan: ComparisonPlan) -> dict[str, object]:
-    """Return all numbers of a method as plain data."""
+    """Convert a method's results to plain data."""
     facts: dict[str, object] = {"rate": method.rate, "usable_rates": usable_rates(method.tuning)}
     facts["tuning"] = {f"{rate:g}": accuracy for rate, accuracy in method.tuning.items()}
     facts |= {"accuracies": method.accuracies, "mean_heights": method.heights}
@@ -227,7 +227,7 @@ def _method_line(plan: ComparisonPlan, method: MethodResult, baseline: MethodRes
     usable = usable_rates(method.tuning)
     shown_usable = f"{usable[0]:g} to {usable[-1]:g}"
     if len(usable) == 1:
-        shown_usable = f"{usable[0]:g} alone"
+        shown_usable = f"only {usable[0]:g}"
     scores = [[accuracy] for accuracy in method.accuracies]
     reached = [step for record in method.final if (step := steps_to(record.curve, design.threshold)) is not None]
     shown_steps = NOTHING
@@ -291,12 +291,12 @@ def _show_improvement(method: MethodResult, baseline: MethodResult | None) -> st
 
 
 def _pairs_table(name: str, pairs: Sequence[PairResult], baseline: str) -> TextTable:
-    """Return the pairs; of many, those of the baseline and those that separate."""
+    """Build the table of pairs. If there are too many, keep those with the baseline or a significant difference."""
     shown = list(pairs)
     title = "all pairs"
     if len(pairs) > MAX_PAIRS:
         shown = [pair for pair in pairs if min(pair.end_p, pair.run_p) < LEVEL or baseline in (pair.a, pair.b)]
-        title = f"{len(shown)} of {len(pairs)} pairs: with the baseline, or apart"
+        title = f"{len(shown)} of {len(pairs)} pairs: with the baseline, or significant"
     header = ["pair", "right, points", "p", "p (Holm)", "over the run, points", "p", "p (Holm)"]
     lines = []
     for pair in shown:
@@ -318,7 +318,7 @@ def _p(value: float) -> str:
 
 
 def _describe_pairs(name: str, pairs: Sequence[PairResult]) -> list[str]:
-    """Say how many pairs are apart after the correction, and which."""
+    """List pairs with significant differences after correction."""
     if not pairs:
         return []
     start = ""
@@ -329,7 +329,7 @@ def _describe_pairs(name: str, pairs: Sequence[PairResult]) -> list[str]:
         ("at the end", [(pair, pair.end) for pair in pairs if pair.end_p < LEVEL]),
         ("over the run", [(pair, pair.run) for pair in pairs if pair.run_p < LEVEL]),
     ):
-        line = f"{start}{len(chosen)} of {len(pairs)} pairs are apart {what} after Holm's correction"
+        line = f"{start}{len(chosen)} of {len(pairs)} pairs differ significantly {what} after Holm correction"
         shown = [_describe_pair(pair, estimate) for pair, estimate in chosen[:MAX_PAIRS]]
         if shown:
             line = f"{line}: {'; '.join(shown)}"
@@ -347,7 +347,7 @@ def _describe_pair(pair: PairResult, estimate: CrossedEstimate) -> str:
 
 
 def _describe_spread(plan: ComparisonPlan, name: str, methods: Sequence[MethodResult]) -> list[str]:
-    """Say, in points, which differences the seeds that were run can find."""
+    """Describe in points the differences detectable with the available seeds."""
     num_seeds = min(len(method.final) for method in methods)
     if num_seeds < 2 or len(methods) < 2:
         return []
@@ -361,22 +361,22 @@ def _describe_spread(plan: ComparisonPlan, name: str, methods: Sequence[MethodRe
         ("over the run", [method.heights for method in methods]),
     ):
         deviation = pooled_deviation(groups)
-        if not deviation:  # every seed came to the same, or has no other
+        if not deviation:  # all seeds agree, or there is only one
             continue
         sizes = [
             100 * deviation * detectable_difference(num_seeds, num_comparisons=count, power=POWER, level=LEVEL)
             for count in (1, num_pairs)
         ]
         lines.append(
-            f"{start}{what}, seeds differ by {100 * deviation:.1f} points (standard deviation within a method), so "
-            f"{num_seeds} seeds find {sizes[0]:.1f} points with {POWER:.0%} power, and {sizes[1]:.1f} where "
-            f"{num_pairs} pairs are compared; a smaller difference is likely to be missed"
+            f"{start}{what}, seeds vary by {100 * deviation:.1f} points (standard deviation within a method), so "
+            f"{num_seeds} seeds detect {sizes[0]:.1f} points with {POWER:.0%} power, or {sizes[1]:.1f} if "
+            f"{num_pairs} pairs are compared; smaller differences are likely to be missed"
         )
     return lines
 
 
 def _describe_falls(methods: Sequence[MethodResult]) -> list[str]:
-    """Say which methods ended below their peak."""
+    """List methods that ended below their peak."""
     lines = []
     for method in methods:
         peak = fmean(record.peak for record in method.final)
@@ -387,7 +387,7 @@ def _describe_falls(methods: Sequence[MethodResult]) -> list[str]:
 
 
 def _as_row(method: MethodResult) -> RowResult:
-    """Return a method as the row of a sweep, for its pictures."""
+    """Convert a method to a sweep row for plotting."""
     trials = []
     for record in method.final:
         points = [EvaluationPoint(step, "", {"accuracy": accuracy}) for step, accuracy in record.curve]
@@ -400,7 +400,7 @@ def _as_row(method: MethodResult) -> RowResult:
 
 
 def _rates_part(plan: ComparisonPlan, every: Mapping[str, Sequence[MethodResult]]) -> SweepPart:
-    """Return the tuning: accuracy by learning rate of every method in every variant."""
+    """Build the tuning table: accuracy by learning rate for every method and variant."""
     header = ["tuning: method", *(f"{rate:g}" for rate in sorted(plan.design.rates)), "usable"]
     lines = []
     for name, methods in every.items():
@@ -418,5 +418,5 @@ def _rates_part(plan: ComparisonPlan, every: Mapping[str, Sequence[MethodResult]
                 cells.append(cell)
             lines.append([label, *cells, f"{len(usable_rates(method.tuning))} of {len(plan.design.rates)}"])
     tuning = plan.design.tuning
-    note = f"Tuning: {tuning.problems} problems of {tuning.split}; seeds that are not used again: {tuning.seeds}."
+    note = f"Tuning: {tuning.problems} {tuning.split} problems, {tuning.seeds} seeds that are not reused."
     return SweepPart([TextTable("Learning rates", header, lines)], notes=[note])

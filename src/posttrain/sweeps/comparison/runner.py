@@ -1,7 +1,7 @@
-"""Making the trials of a comparison: one after another in a process, and side by side in several.
+"""Run the trials in a comparison, sequentially or in several processes.
 
-Each process takes the next trial that has no record and that no other holds, so the same command in a second terminal
-shares the work, and after an interruption goes on with it.
+Each process takes the next trial without a record or lock. Running the same command in a second terminal shares the
+work; running it after an interruption continues.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from posttrain.untrusted import allow_code_options
 
 Launch = Callable[..., RunResult]
 POLL_SECONDS = 1.0
-SHARED = "POSTTRAIN_SHARED_COMPARISON"  # in the environment of the processes that a comparison starts to help it
+SHARED = "POSTTRAIN_SHARED_COMPARISON"  # set in the environment of helper processes started by a comparison
 
 
 def load_records(plan: ComparisonPlan) -> list[TrialRecord]:
-    """The records of all trials that are done, those of ``comparison.recorded`` included.
+    """Load records for all completed trials, including ``comparison.recorded``.
 
     Raises:
-        RunConflict: a record in the folder is of another recipe.
+        RunConflict: a record belongs to a different recipe.
         DataError: a record is damaged.
     """
     earlier = _earlier(plan)
@@ -56,7 +56,7 @@ def load_records(plan: ComparisonPlan) -> list[TrialRecord]:
 
 
 def _earlier(plan: ComparisonPlan) -> dict[str, TrialRecord]:
-    """Return the records of an earlier comparison by fingerprint."""
+    """Load records from an earlier comparison, by fingerprint."""
     if plan.design.recorded is None:
         return {}
     return {record.fingerprint: record for record in read_recorded(Path(plan.design.recorded))}
@@ -74,7 +74,7 @@ def _find_all(
 
 
 def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, TrialRecord]) -> TrialRecord | None:
-    """Return the record of a trial, made here or earlier."""
+    """Find a trial's record, from this comparison or an earlier one."""
     fingerprint = trial.fingerprint
     record = read_trial_record(record_path(plan.folder, trial.name))
     if record is None:
@@ -84,8 +84,8 @@ def _find(plan: ComparisonPlan, trial: ComparisonTrial, earlier: Mapping[str, Tr
         return replace(record, stage=trial.stage, row=trial.row, variant=trial.variant)
     if record.fingerprint != fingerprint:
         raise RunConflict(
-            f"{record_path(plan.folder, trial.name)}: made by another recipe. Nothing was changed. Delete it, or run "
-            "the comparison under another name with --run NAME"
+            f"{record_path(plan.folder, trial.name)}: created by a different recipe. Nothing was changed. Delete "
+            "it, or run the comparison under a different name with --run NAME"
         )
     return record
 
@@ -98,19 +98,19 @@ def make_comparison(
     train: Launch = launch,
     poll_seconds: float = POLL_SECONDS,
 ) -> SweepOutcome:
-    """Make the trials that have no record yet: first those that choose the rates, then those at the chosen rates.
+    """Run all trials without a record: first those that select the rates, then those at the selected rates.
 
     Args:
-        jobs: processes; by default one.
+        jobs: number of processes; default: 1.
         train: launches a run (``runs.launch.launch``).
 
     Raises:
-        RunConflict: the folder belongs to something else, or a record to another recipe; nothing was changed.
+        RunConflict: the folder or a record belongs to something else. Nothing was changed.
         DataError: a record is damaged.
     """
     _claim(plan)
     load_records(plan)
-    stop = stop_on_signals("stopping when what is at work has saved what it has")
+    stop = stop_on_signals("stopping after active trials have saved")
     _sample_pairs(plan, say)
     with _helpers(plan, jobs), stop as should_stop:
         worker = _Worker(plan, say, train, poll_seconds, _earlier(plan), should_stop)
@@ -124,13 +124,13 @@ def make_comparison(
 
 
 def _claim(plan: ComparisonPlan) -> None:
-    """Write the plan into its folder; refuse a folder of something else."""
+    """Write the plan to its folder; refuse a folder with other contents."""
     folder = plan.folder
     if folder.exists() and not (folder / PLAN).is_file():
         is_taken = not folder.is_dir() or any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
         if is_taken:
-            raise RunConflict(f"{folder}: something else than a sweep is there. Choose another name with --run NAME")
-    refuse_live_folder(folder)  # a sweep of the other kind
+            raise RunConflict(f"{folder}: exists and is not a sweep. Choose a different name with --run NAME")
+    refuse_live_folder(folder)  # a regular sweep may be running there
     if folder.exists():
         refuse_links(folder)
     with storage_errors("comparison", folder):
@@ -140,10 +140,10 @@ def _claim(plan: ComparisonPlan) -> None:
 
 
 def _sample_pairs(plan: ComparisonPlan, say: Say) -> None:
-    """Sample the answers that every row learns from, once; another process that does so is waited for.
+    """Sample the answers shared by all rows, once. If another process is sampling, wait for it.
 
     Raises:
-        RunConflict: they were sampled with other settings.
+        RunConflict: they were sampled with different settings.
         RunFailure: the evaluation failed.
     """
     words = plan.pairs_command()
@@ -156,10 +156,10 @@ def _sample_pairs(plan: ComparisonPlan, say: Say) -> None:
             if settings.is_file() and settings.read_bytes() == text:
                 return
             raise RunConflict(
-                f"{plan.pairs_folder}: sampled with other settings. Delete it, or give another --run NAME"
+                f"{plan.pairs_folder}: sampled with different settings. Delete it, or give a different --run NAME"
             )
         replace_file(settings, text)
-        say("pairs: the initial model answers", False)
+        say("pairs: sampling answers from the initial model", False)
         log = plan.folder / "pairs.log"
         command = [sys.executable, "-m", "posttrain.cli", *words, *allow_code_options()]
         child = start_child(command, log, "the sampling of pairs", threads_per_child(1))
@@ -173,7 +173,7 @@ def _sample_pairs(plan: ComparisonPlan, say: Say) -> None:
 
 @contextmanager
 def _helpers(plan: ComparisonPlan, jobs: int | None) -> Iterator[None]:
-    """Start processes that take trials, too; they end with this one."""
+    """Start helper processes that also take trials; they end with this one."""
     children: list[Child] = []
     words = ["sweep", str(plan.folder / PLAN), "--run", plan.folder.name, "--runs-dir", str(plan.folder.parent)]
     command = [sys.executable, "-m", "posttrain.cli", *words, "--jobs", "1", "--quiet", *allow_code_options()]
@@ -198,7 +198,7 @@ def _describe_rates(plan: ComparisonPlan, rates: Mapping[tuple[str, int], float]
 
 @dataclass
 class _Clock:
-    """CPU-seconds of this process, as the observer of a run: of its updates, and of all."""
+    """Run observer that measures CPU-seconds in this process: in updates, and in total."""
 
     started: float = field(default_factory=time.process_time)
     last: float = field(default_factory=time.process_time)
@@ -213,7 +213,7 @@ class _Clock:
 
 @dataclass
 class _Worker:
-    """Makes trials that nobody else makes."""
+    """Runs trials not claimed by other processes."""
 
     plan: ComparisonPlan
     say: Say
@@ -227,7 +227,7 @@ class _Worker:
         return _find(self.plan, trial, self.earlier)
 
     def make(self, trials: Sequence[ComparisonTrial]) -> None:
-        """Make each trial, or wait until another process has made it."""
+        """Run each trial, or wait until another process has finished it."""
         waiting = [trial for trial in trials if self.find(trial) is None]
         while waiting and not self.outcome.interrupted:
             num_before = len(waiting)
@@ -244,10 +244,10 @@ class _Worker:
     def _tell(self, trial: ComparisonTrial, num_left: int) -> None:
         record = self.find(trial)
         if record is not None:
-            self.say(f"{trial.name}: {record.accuracy:.1%} right at the end ({num_left} left)", False)
+            self.say(f"{trial.name}: final accuracy {record.accuracy:.1%} ({num_left} left)", False)
 
     def _take(self, trial: ComparisonTrial) -> bool:
-        """Make a trial; return whether it is done with, which it is not where another process has it."""
+        """Run a trial. Returns True when done, False if another process holds it."""
         place = trial.folder.parent
         with storage_errors("comparison", place):
             place.mkdir(parents=True, exist_ok=True)
@@ -274,13 +274,13 @@ class _Worker:
             changed = run.changed_keys(trial.recipe)
             if changed:
                 what = ", ".join(sorted(changed))
-                raise RunConflict(f"{trial.folder}: made by another recipe; it differs in {what}. Delete it")
+                raise RunConflict(f"{trial.folder}: created by a different recipe, which differs in {what}. Delete it")
         clock = _Clock()
         if status is None or status.state != "finished":
             start = RunStart(trial.folder.parent, trial.name, trial.name, resume=is_begun)
             result = self.train(trial.recipe, start, observer=clock)
             if result.reason != "finished":
-                self.outcome.interrupted = True  # the loop ends before it takes another
+                self.outcome.interrupted = True  # the loop ends before taking another trial
                 return False
         seconds = None
         whole = None

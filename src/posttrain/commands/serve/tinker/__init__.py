@@ -1,1 +1,1 @@
-"""Tinker's protocol over HTTP: training loops of others on a model of this machine (``posttrain serve --train``)."""
+"""Tinker protocol over HTTP: external training loops on a local model (``posttrain serve --train``)."""

@@ -27,14 +27,14 @@ from posttrain.errors import PosttrainError
 
 MAX_JSON_BYTES = 4_000_000
 MAX_ROWS_BYTES = 32_000_000
-CHUNK_BYTES = 4_000_000  # after which the client sends the rest of its rows in another request
-WAIT_SECONDS = 15.0  # for an answer, before the client asks again; it waits for 45 seconds
+CHUNK_BYTES = 4_000_000  # bytes per request; clients send remaining rows separately
+WAIT_SECONDS = 15.0  # before the client polls again; clients time out after 45 seconds
 API = "/api/v1"
 Make = Callable[[], Callable[[], RequestResult] | SampleJob]
 
 
 class TinkerApi:
-    """The endpoints over a service. ``max_requests``: that the server answers at a time."""
+    """HTTP endpoints for a service. ``max_requests``: concurrent requests."""
 
     def __init__(self, service: Service, max_requests: int) -> None:
         self.service = service
@@ -42,7 +42,7 @@ class TinkerApi:
         self._reader = ThreadPoolExecutor(1, "reader")  # reads what may take long, while others are answered
 
     def application(self) -> Starlette:
-        """Return the endpoints as an ASGI application."""
+        """Build the ASGI application."""
         routes = self._routes()
         known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
 
@@ -53,8 +53,8 @@ class TinkerApi:
                 error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
             if isinstance(error, RecursionError):
                 error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
+            if not isinstance(error, PosttrainError):  # print the traceback on the server
+                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
             return error_response(error)
 
         kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
@@ -95,7 +95,7 @@ class TinkerApi:
         return [*routes, Route(delete, self.delete_checkpoint, methods=["DELETE"])]
 
     async def client_config(self, request: Request) -> Response:
-        """Tell the client how to send: rows one request after the other, uncompressed."""
+        """Configure the client: send rows in sequential requests, uncompressed."""
         await self._content(request, MAX_JSON_BYTES)
         return JSONResponse(
             {
@@ -110,21 +110,21 @@ class TinkerApi:
         )
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Tell the client that it may cancel requests for samples."""
+        """Tell clients that sampling requests can be cancelled."""
         await self._content(request, MAX_JSON_BYTES)
         return JSONResponse({"refresh_interval_sec": 3_600, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what the client reports about itself, and throw it away."""
+        """Accept and discard client telemetry."""
         await self._content(request, MAX_JSON_BYTES)
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
-        """Say that the server is there."""
+        """Health check."""
         return JSONResponse({"status": "ok"})
 
     async def capabilities(self, request: Request) -> Response:
-        """List the names of the base model."""
+        """List base model names."""
         facts = {"max_context_length": self.service.context, "trainable": True, "sampleable": True}
         models = [{"model_name": name, **facts} for name in dict.fromkeys(self.service.names)]
         return JSONResponse({"supported_models": models})
@@ -135,7 +135,7 @@ class TinkerApi:
         return JSONResponse({"type": "create_session", "session_id": self.service.begin_session().id})
 
     async def heartbeat(self, request: Request) -> Response:
-        """Note that the client is there."""
+        """Record that a client is alive."""
         body, _ = await self._read(request, bodies.OfSession)
         self.service.session(body.session_id)
         return JSONResponse({"type": "session_heartbeat"})
@@ -147,7 +147,7 @@ class TinkerApi:
         return JSONResponse({})
 
     async def create_model(self, request: Request) -> Response:
-        """Create a model with a new adapter, or to train all weights."""
+        """Create a model, with a new adapter or with all weights trainable."""
         body, digest = await self._read(request, bodies.CreateModel)
         owner = f"session {body.session_id}"
         return self._promised(owner, body.model_seq_id, digest, lambda: self.service.create_model(body))
@@ -169,7 +169,7 @@ class TinkerApi:
         return JSONResponse(info)
 
     async def unload_model(self, request: Request) -> Response:
-        """Let go of a model."""
+        """Release a model."""
         body, digest = await self._read(request, bodies.OfModel)
         return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.unload(body))
 
@@ -190,12 +190,12 @@ class TinkerApi:
         return self._promised(owner, number or None, digest, lambda: work)
 
     async def optim_step(self, request: Request) -> Response:
-        """Take an optimizer step."""
+        """Run an optimizer step."""
         body, digest = await self._read(request, bodies.OptimStep)
         return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.step(body))
 
     async def save_weights(self, request: Request) -> Response:
-        """Save a state to go on from."""
+        """Save a checkpoint for continued training."""
         body, digest = await self._read(request, bodies.SaveWeights)
         return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
 
@@ -205,7 +205,7 @@ class TinkerApi:
         return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
 
     async def load_weights(self, request: Request) -> Response:
-        """Load a state, into a model or as a new one."""
+        """Load a saved state into an existing or new model."""
         body, digest = await self._read(request, bodies.LoadWeights)
         owner = body.model_id or f"session {body.session_id}"
         number = body.seq_id
@@ -214,7 +214,7 @@ class TinkerApi:
         return self._promised(owner, number, digest, lambda: self.service.load(body))
 
     async def create_sampling_session(self, request: Request) -> Response:
-        """Begin to sample from the base model or from saved weights."""
+        """Create a sampling session from base or saved weights."""
         body, _ = await self._read(request, bodies.CreateSamplingSession)
         session = self.service.sample_from(body)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": session.id})
@@ -233,7 +233,7 @@ class TinkerApi:
         return JSONResponse({"request_id": promise.id, "sample_sequence_ids": names})
 
     async def retrieve(self, request: Request) -> Response:
-        """Return the answer to a request; one that is not there soon is asked for again."""
+        """Return a result; if not ready in time, tell the client to poll again."""
         body, _ = await self._read(request, bodies.OfRequest)
         promise = self.service.promises.find(body.request_id)
         try:
@@ -248,11 +248,11 @@ class TinkerApi:
         return JSONResponse(answer)
 
     async def cancel(self, request: Request) -> Response:
-        """Let go of a request that has not begun."""
+        """Cancel a pending request."""
         body, _ = await self._read(request, bodies.OfRequest)
         promise = self.service.promises.find(body.request_id)
         if not isinstance(promise.work, SampleJob):
-            raise BadRequest("request_id: requests for samples can be cancelled, and no others", "request_id")
+            raise BadRequest("request_id: only sampling requests can be cancelled", "request_id")
         promise.is_cancelled = True
         return JSONResponse({})
 
@@ -268,7 +268,7 @@ class TinkerApi:
         return JSONResponse(info)
 
     async def training_run(self, request: Request) -> Response:
-        """Describe a model, of an earlier server too."""
+        """Describe a model, including models from earlier servers."""
         note = self.service.states.read_model(request.path_params["model_id"])
         states = self._states_of(note.model_id)
         newest: dict[Kind, dict[str, object]] = dict(states)
@@ -286,7 +286,7 @@ class TinkerApi:
         return JSONResponse(body)
 
     async def checkpoints(self, request: Request) -> Response:
-        """List the states of a model."""
+        """List saved states for a model."""
         note = self.service.states.read_model(request.path_params["model_id"])
         return JSONResponse({"checkpoints": [state for _, state in self._states_of(note.model_id)]})
 
@@ -315,10 +315,10 @@ class TinkerApi:
         return self.service.promise(owner, number, digest, make)
 
     async def _content(self, request: Request, most: int) -> bytes:
-        """Read a body that is not too large.
+        """Read a body with a size limit.
 
         Raises:
-            BadRequest: it is.
+            BadRequest: the body is too large.
         """
         content = bytearray()
         async for chunk in request.stream():
@@ -329,10 +329,10 @@ class TinkerApi:
         return bytes(content)
 
     async def _read(self, request: Request, kind: type[bodies.BodyT]) -> tuple[bodies.BodyT, str]:
-        """Return the request in a body, and the digest of the body.
+        """Parse a request and compute a body digest.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: an invalid body.
         """
         content = await self._content(request, MAX_JSON_BYTES)
 
@@ -340,7 +340,7 @@ class TinkerApi:
             try:
                 body = json.loads(content)
             except (ValueError, RecursionError) as error:
-                problem = f"the body is no JSON: {type(error).__name__}: {error}"
+                problem = f"the body is not JSON: {type(error).__name__}: {error}"
                 raise BadRequest(problem, code="no_json") from None
             return bodies.read_body(kind, body)
 

@@ -1,4 +1,4 @@
-"""Requests of Tinker's protocol that are JSON. What this server does not do is refused by name."""
+"""JSON requests in the Tinker protocol. Unsupported features are rejected by name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from posttrain.commands.serve.requests import MAX_ANSWERS, BadRequest, check_req
 from posttrain.option_types import AnySize, Options, Tokens
 from posttrain.training.stepwise.trainee import WHOLE, AdamStep, AdapterChoice
 
-MAX_TOP = 128  # likeliest tokens of a place
+MAX_TOP = 128  # maximum top tokens per position
 MAX_METADATA_CHARS = 20_000
-Count = Annotated[int, Field(ge=0), AnySize()]  # of a request, in its order
+Count = Annotated[int, Field(ge=0), AnySize()]  # order within a request
 ShortText = Annotated[str, Field(max_length=1_000)]
 UserNotes = Annotated[dict[str, Any], Field(max_length=100)]
 
 
 class TinkerBody(Options):
-    """A request. ``type`` repeats the endpoint, and no answer depends on it."""
+    """Base class for requests. ``type`` repeats the endpoint and is ignored."""
 
     type: ShortText | None = None
     user_metadata: UserNotes | None = None
@@ -39,7 +39,7 @@ class OptimizerChoice(Options):
 
 
 class CreateSession(TinkerBody):
-    """``POST /api/v1/create_session``. What it says about the client changes no answer."""
+    """``POST /api/v1/create_session``. Client information is ignored."""
 
     tags: list[ShortText] = Field(default_factory=list, max_length=100)
     sdk_version: ShortText = ""
@@ -54,7 +54,7 @@ class OfSession(TinkerBody):
 
 
 class CreateModel(OfSession):
-    """``POST /api/v1/create_model``; without ``lora_config`` all weights are trained."""
+    """``POST /api/v1/create_model``; without ``lora_config``, all weights are trainable."""
 
     model_seq_id: Count
     base_model: ShortText
@@ -81,7 +81,7 @@ class OptimStep(OfModel):
 
 
 class SaveWeights(OfModel):
-    """``POST /api/v1/save_weights``. Nothing that is saved expires, whatever ``ttl_seconds`` says."""
+    """``POST /api/v1/save_weights``. ``ttl_seconds`` is ignored: saved states never expire."""
 
     path: ShortText | None = None
     ttl_seconds: int | None = None
@@ -89,9 +89,9 @@ class SaveWeights(OfModel):
 
 
 class SaveForSampler(SaveWeights):
-    """``POST /api/v1/save_weights_for_sampler``. Without a path a sampling session begins.
+    """``POST /api/v1/save_weights_for_sampler``. Without a path, it starts a sampling session.
 
-    ``kind``: weights "in flight" may be newer than those saved; here they are those.
+    ``kind``: "in flight" allows newer weights than saved; here they are identical.
     """
 
     sampling_session_seq_id: Count | None = None
@@ -99,7 +99,7 @@ class SaveForSampler(SaveWeights):
 
 
 class LoadWeights(TinkerBody):
-    """``POST /api/v1/load_weights``: into a model, or as a new one of a session."""
+    """``POST /api/v1/load_weights``: into an existing or new model."""
 
     path: ShortText
     optimizer: bool
@@ -120,7 +120,7 @@ class LoadWeights(TinkerBody):
 
 
 class CreateSamplingSession(OfSession):
-    """``POST /api/v1/create_sampling_session``: of the base model, or of saved weights."""
+    """``POST /api/v1/create_sampling_session``: from base or saved weights."""
 
     sampling_session_seq_id: Count = 0
     base_model: ShortText | None = None
@@ -141,25 +141,25 @@ class OfRequest(Options):
 
 
 class PromptChunk(Options):
-    """Tokens of a prompt."""
+    """Prompt tokens."""
 
     tokens: list[int]
     type: Literal["encoded_text"] = "encoded_text"
 
 
 class TokenPrompt(Options):
-    """A prompt of one or several chunks."""
+    """A prompt split into chunks."""
 
     chunks: list[PromptChunk] = Field(max_length=10_000)
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All its tokens."""
+        """Concatenated tokens."""
         return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
 
 class TinkerSampling(Options):
-    """Options of sampling. ``stop`` None: at the end tokens; an empty list: only at ``max_tokens``."""
+    """Sampling options. ``stop`` None: stop at end tokens; empty list: only at ``max_tokens``."""
 
     max_tokens: Tokens | None = None
     seed: Annotated[int | None, Field(ge=0), AnySize()] = None
@@ -176,16 +176,16 @@ class TinkerSampling(Options):
         if value is None:
             return None
         if len(value) > 64 or any(isinstance(one, str) and not 0 < len(one) <= 1_000 for one in value):
-            raise PydanticCustomError("stop", "at most 64 texts of 1 to 1000 characters, or ids, may end an answer")
+            raise PydanticCustomError("stop", "give up to 64 stop texts with 1 to 1000 characters, or ids")
         return value
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
+        """Stop texts."""
         return tuple(one for one in self.stop or () if isinstance(one, str))
 
     def stop_ids(self, ends: frozenset[int]) -> frozenset[int]:
-        """Return the ids that end an answer; ``ends``: those of the model."""
+        """Collect stop token ids; ``ends``: the model's end tokens."""
         if self.stop is None:
             return ends
         if not self.stop:
@@ -216,15 +216,13 @@ BodyT = TypeVar("BodyT", bound=Options)
 
 
 def read_body(kind: type[BodyT], body: object) -> BodyT:
-    """Read a request from the JSON of a body.
+    """Parse a request from a JSON body.
 
     Raises:
-        BadRequest: an unknown key, or a value that this server cannot take.
+        BadRequest: an unknown key or invalid value.
     """
     if not isinstance(body, dict):
-        raise BadRequest(f"the body is JSON, but {type(body).__name__} and not an object")
+        raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
     if kind is OptimStep and "optimizer_params" in body:
-        raise BadRequest(
-            "optimizer_params: this server takes AdamW's steps alone; give adam_params", "optimizer_params"
-        )
+        raise BadRequest("optimizer_params: only AdamW is supported; give adam_params", "optimizer_params")
     return check_request(kind, body)

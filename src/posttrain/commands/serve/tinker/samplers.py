@@ -1,4 +1,4 @@
-"""Samples and log-probabilities of saved weights: one model in memory for each kind of adapter, filled as asked."""
+"""Sampling and log-probabilities with saved weights: a cached model per adapter type, loaded on demand."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from posttrain.training.checkpoint import load_checkpoint, restore_model
 from posttrain.training.stepwise.trainee import AdapterChoice, load_with_adapter
 from posttrain.types import Sample, collate
 
-MOST_MODELS = 2  # in memory next to the base
-MOST_ROWS = 256  # that one generation serves together
+MOST_MODELS = 2  # cached in addition to the base model
+MOST_ROWS = 256  # sampled together in a generation
 SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SampledWeights:
-    """SampledWeights to sample from: the folder of a state, or None for the base model."""
+    """Weights used for sampling: a saved state's folder, or None for the base model."""
 
     folder: Path | None
     adapter: AdapterChoice
@@ -39,10 +39,10 @@ class SampledWeights:
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """A prompt and the keys of its answers.
+    """A prompt, with a random key per answer.
 
-    scores_prompt: also the log-probabilities of the prompt's tokens. top_of_prompt, top_of_answer: so many of the
-    likeliest tokens at each place. first_scored: the first place of the prompt that this is wanted of, at least 1.
+    ``scores_prompt``: also return prompt log-probabilities. ``top_of_prompt``, ``top_of_answer``: number of top
+    tokens per position. ``first_scored``: first prompt position to score, at least 1.
     """
 
     weights: SampledWeights
@@ -57,13 +57,13 @@ class SampleJob:
 
     @property
     def group(self) -> Hashable:
-        """The options that jobs share if they are sampled together."""
+        """Options that must match for jobs to be sampled together."""
         return self.weights, replace(self.sampling, max_tokens=1)
 
 
 @dataclass
 class LoadedSampler:
-    """A model with its engine; ``folder``: whose weights it has."""
+    """A model and engine; ``folder``: source of the loaded weights."""
 
     model: Any
     engine: NativeEngine
@@ -71,7 +71,7 @@ class LoadedSampler:
     forward: Forward | None = None
 
     def scorer(self) -> Forward:
-        """Return the forward pass over the model at temperature 1."""
+        """Build a temperature-1 forward pass."""
         if self.forward is None:
             self.forward = Forward(self.model)
         return self.forward
@@ -88,14 +88,14 @@ class Samplers:
 
     @property
     def context(self) -> int:
-        """The number of tokens that the model reads at once."""
+        """Tokens per forward pass."""
         return self.base.engine.context_tokens
 
     def draw(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-        """Return the answers of jobs of one ``group``.
+        """Sample answers for jobs in the same ``group``.
 
         Raises:
-            PosttrainError: the weights are damaged or gone, or what the engine raises.
+            PosttrainError: damaged or missing weights, or an engine error.
         """
         sampler = self._with_weights(jobs[0].weights)
         rows, owners = self._rows(jobs)
@@ -107,7 +107,7 @@ class Samplers:
         return drawn
 
     def forget(self, folder: Path) -> None:
-        """Read the weights of a folder anew when they are asked for: it was written again, or deleted."""
+        """Reload weights at the next request, because the folder was rewritten or deleted."""
         for sampler in self.loaded.values():
             if sampler.folder == folder:
                 sampler.folder = None
@@ -125,7 +125,7 @@ class Samplers:
     def _generate(
         self, engine: NativeEngine, jobs: Sequence[SampleJob], rows: Sequence[Conversation], owners: Sequence[int]
     ) -> None:
-        """Complete all rows; one whose text holds a stop text ends with the token that completed it."""
+        """Sample all rows; at a stop text, a row ends with the token that completed it."""
         watched = {}
         for number, (row, owner) in enumerate(zip(rows, owners, strict=True)):
             if jobs[owner].stop_texts:
@@ -147,7 +147,7 @@ class Samplers:
             check_finite(row)
 
     def _describe(self, sampler: LoadedSampler, job: SampleJob, rows: Sequence[Conversation]) -> SampleResult:
-        """Return the answers of a job with the log-probabilities that it asks for."""
+        """Build a job's result, including requested log-probabilities."""
         sequences = []
         for row in rows:
             assert row.finish is not None, "it is complete"
@@ -167,7 +167,7 @@ class Samplers:
 
     @torch.no_grad()
     def _score(self, sampler: LoadedSampler, ids: Sequence[int], first: int) -> Tensor:
-        """Return the log-probabilities of the tokens from ``first`` on, at temperature 1: ``[N]``, NaN before."""
+        """Compute token log-probabilities starting at ``first``, at temperature 1: ``[N]``, NaN before."""
         scored = torch.full((len(ids),), float("nan"))
         if first < len(ids):
             batch = collate([Sample(ids, [place >= first for place in range(len(ids))])])
@@ -176,13 +176,13 @@ class Samplers:
 
     @torch.no_grad()
     def _top(self, sampler: LoadedSampler, ids: Sequence[int], first: int, count: int) -> TopTokens:
-        """Return the likeliest tokens at the places from ``first`` on."""
+        """Find top tokens at positions starting at ``first``."""
         batch = collate([Sample(ids, [place >= first for place in range(len(ids))])])
         found, logprobs = sampler.scorer().top_candidates(batch, count)
         return TopTokens(found[0, first:].cpu(), logprobs[0, first:].cpu())
 
     def _with_weights(self, weights: SampledWeights) -> LoadedSampler:
-        """Return the model with these weights."""
+        """Load a model with the given weights."""
         if weights.folder is None:
             return self.base
         key = weights.adapter.model_copy(update={"seed": None})
@@ -194,7 +194,7 @@ class Samplers:
         if sampler.folder != weights.folder:
             checkpoint = load_checkpoint(weights.folder)
             if checkpoint is None:
-                raise CheckpointError("these weights are gone; save them again, under a name if they are to stay")
+                raise CheckpointError("these weights were deleted; save them again, with a name to keep them")
             sampler.folder = None
             restore_model(sampler.model, checkpoint.path)
             sampler.folder = weights.folder
@@ -213,7 +213,7 @@ class StopWatch:
     num_read: int = 0
 
     def read(self) -> None:
-        """Read the new tokens of the row; cut it after the one that completes a stop text."""
+        """Decode new tokens in a row; truncate after the token that completes a stop text."""
         longest = max(map(len, self.job.stop_texts))
         while self.num_read < len(self.row.ids):
             token = self.row.ids[self.num_read]
@@ -230,7 +230,7 @@ class StopWatch:
 
 
 def make_sampler(model: Any, tokenizer: Any) -> LoadedSampler:
-    """Return a model with an engine."""
+    """Load a model and create an engine."""
     model.requires_grad_(False)
     engine = NativeEngine(model, slots=SLOTS)
     engine.num_tokens = num_tokens_of(tokenizer)

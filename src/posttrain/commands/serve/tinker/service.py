@@ -29,9 +29,9 @@ from posttrain.training.stepwise.losses import check_sequences, choose_loss
 from posttrain.training.stepwise.trainee import WHOLE, AdapterChoice, Trainee
 
 MOST_SESSIONS = 1_000
-SILENT_SECONDS = 120.0  # after which the models of a session may go, if others need the place
-MOST_SHORT_LIVED = 16  # weights of a model that only sampling sessions read
-MOST_ROWS = 4_096  # of one request
+SILENT_SECONDS = 120.0  # idle time until a session's models can be evicted
+MOST_SHORT_LIVED = 16  # saved weights per model for sampling sessions
+MOST_ROWS = 4_096  # rows per request
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ClientSession:
 
 @dataclass
 class ModelInTraining:
-    """A model in training. ``trainee`` is None until it is loaded; ``num_saved``: weights of sampling sessions."""
+    """A model in training. ``trainee``: None until loaded. ``num_saved``: weights saved for sampling sessions."""
 
     id: str
     session: ClientSession
@@ -56,7 +56,7 @@ class ModelInTraining:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSession:
-    """SampledWeights that a client samples from."""
+    """Weights that a client samples from."""
 
     id: str
     weights: SampledWeights
@@ -66,22 +66,22 @@ class SamplingSession:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """max_models: in training at a time. seed: of samples whose client gives none."""
+    """``max_models``: models in training at a time. ``seed``: sampling seed if the client gives none."""
 
     max_models: int
     seed: int
 
 
 class Service:
-    """One base model under several names, with the sessions and models of its clients.
+    """A base model, with client sessions and models in training.
 
-    Requests are checked when they come, and computed by one thread in that order.
+    Requests are validated on arrival, and processed by a single thread in order.
     """
 
     def __init__(self, source: ModelSource, names: Sequence[str], states: StateFolder, limits: ServiceLimits) -> None:
         self.names = names
         self.states = states
-        states.remove_short_lived()  # left by a server that was killed
+        states.remove_short_lived()  # left behind by a killed server
         self.limits = limits
         opened = open_model(source)
         self.section = source.section()
@@ -100,7 +100,7 @@ class Service:
         self.sampling_sessions: OrderedDict[str, SamplingSession] = OrderedDict()
 
     def close(self) -> None:
-        """End all work, and remove the weights that only sampling sessions read."""
+        """Stop all work, and delete weights saved for sampling sessions."""
         self.worker.close()
         self.states.remove_short_lived()
 
@@ -117,21 +117,21 @@ class Service:
         return session
 
     def session(self, session_id: str) -> ClientSession:
-        """Return a session that has just said something.
+        """Look up a session and update its activity time.
 
         Raises:
-            BadRequest: there is none, or it has ended.
+            BadRequest: unknown or ended session.
         """
         found = self.sessions.get(session_id)
         if found is None:
-            raise BadRequest("session_id: there is no such session here; begin one", "session_id", "no_session", 404)
+            raise BadRequest("session_id: unknown session; start a new one", "session_id", "no_session", 404)
         if found.is_finished:
-            raise BadRequest("session_id: this session has ended; begin another", "session_id", "session_ended", 410)
+            raise BadRequest("session_id: this session has ended; start a new one", "session_id", "session_ended", 410)
         found.heard = time.monotonic()
         return found
 
     def finish_session(self, session_id: str) -> None:
-        """End a session and let go of its models; what they saved stays."""
+        """End a session and release its models; saved states are kept."""
         session = self.session(session_id)
         session.is_finished = True
         for model in [one for one in self.models.values() if one.session is session]:
@@ -139,10 +139,10 @@ class Service:
         self.states.remove_short_lived(session.id)
 
     def model(self, model_id: str) -> ModelInTraining:
-        """Return a model that has been loaded.
+        """Look up a loaded model.
 
         Raises:
-            BadRequest: there is none.
+            BadRequest: unknown model.
         """
         found = self.models.get(model_id)
         if found is None or found.trainee is None:
@@ -151,30 +151,28 @@ class Service:
         return found
 
     def check_base(self, name: str) -> None:
-        """Refuse a base model that is not served.
+        """Check that a base model is served here.
 
         Raises:
-            BadRequest: with the names there are.
+            BadRequest: unknown model. The message lists valid names.
         """
         if name not in self.names:
             near = suggest(name, self.names)
             known = ", ".join(dict.fromkeys(self.names))
-            message = (
-                f"base_model: {name[:200]!r} is not here.{near} This server has {known} (--model-name adds a name)"
-            )
+            message = f"base_model: {name[:200]!r} is not served.{near} Available: {known} (--model-name adds a name)"
             raise BadRequest(message, "base_model", "model_not_found", 404)
 
     def promise(
         self, owner: str, number: int | None, digest: str, make: Callable[[], Callable[[], RequestResult] | SampleJob]
     ) -> Promise:
-        """Return the promise of a request; of one that is repeated, the same.
+        """Create the promise for a request; a repeated request gets the same promise.
 
         Args:
-            owner: the model or session that counts its requests. number: its count. digest: of the request's body.
-            make: checks the request and returns its work.
+            owner: model or session that numbers its requests. number: sequence number. digest: body digest.
+            make: validates the request and builds its work.
 
         Raises:
-            BadRequest: the request is refused.
+            BadRequest: an invalid request.
         """
         known = self.promises.repeated(owner, number, digest)
         if known is not None:
@@ -185,7 +183,7 @@ class Service:
         return promise
 
     def create_model(self, body: bodies.CreateModel) -> Callable[[], RequestResult]:
-        """Return the work that loads a model."""
+        """Build work that loads a model."""
         session = self.session(body.session_id)
         self.check_base(body.base_model)
         model = self._reserve(session, body.model_seq_id, body.base_model, body.choice, body.user_metadata)
@@ -204,14 +202,14 @@ class Service:
         choice: AdapterChoice,
         metadata: dict[str, object] | None,
     ) -> ModelInTraining:
-        """Take a place for a model; that of a silent or ended session is given away.
+        """Reserve a slot for a model, evicting models in idle or ended sessions.
 
         Raises:
-            BadRequest: all places are taken by others, or the session has this model already.
+            BadRequest: no free slot, or the session already has this model.
         """
         model_id = f"{session.id}:train:{number}"
         if model_id in self.models:
-            raise BadRequest(f"model_seq_id: this session has its model number {number} already", "model_seq_id")
+            raise BadRequest(f"model_seq_id: this session already has model number {number}", "model_seq_id")
         now = time.monotonic()
         for old in list(self.models.values()):
             is_silent = now - old.session.heard > SILENT_SECONDS
@@ -233,7 +231,7 @@ class Service:
         return model
 
     def _load(self, model: ModelInTraining, state: SavedState | None, *, with_optimizer: bool) -> None:
-        """Load a new model, from a saved state if there is one; one that cannot be loaded leaves its place."""
+        """Create a model, from a saved state if given; on failure, the slot is released."""
         try:
             trainee = Trainee(self.section, model.note.adapter)
             if state is not None:
@@ -245,7 +243,7 @@ class Service:
                 self.models.pop(model.id, None)
 
     def unload(self, body: bodies.OfModel) -> Callable[[], RequestResult]:
-        """Return the work that lets go of a model."""
+        """Build work that releases a model."""
         model = self.model(body.model_id)
 
         def unload() -> RequestResult:
@@ -255,7 +253,7 @@ class Service:
         return unload
 
     def evaluate(self, request: LossRequest) -> Callable[[], RequestResult]:
-        """Return the work of a loss: forward, and backward where it learns."""
+        """Build work for a loss: forward, plus backward for training."""
         trainee = self._trainee(request.model_id)
         loss = choose_loss(request.loss, request.options)
         if not 1 <= len(request.datums) <= MOST_ROWS:
@@ -265,7 +263,7 @@ class Service:
             check_datum(datum, where, list(loss.fields), self.vocabulary, self.context)
             check_sequences(datum, where)
             if datum.targets.ndim == 2 and loss.name != "cross_entropy":
-                raise BadRequest(f"{where}.target_tokens: {loss.name} takes one target at each token", "data")
+                raise BadRequest(f"{where}.target_tokens: {loss.name} takes a single target per token", "data")
 
         def compute() -> RequestResult:
             total, logprobs = trainee.evaluate(request.datums, loss, learns=request.learns)
@@ -274,7 +272,7 @@ class Service:
         return compute
 
     def step(self, body: bodies.OptimStep) -> Callable[[], RequestResult]:
-        """Return the work of an optimizer step."""
+        """Build work for an optimizer step."""
         trainee = self._trainee(body.model_id)
 
         def step() -> RequestResult:
@@ -283,7 +281,7 @@ class Service:
         return step
 
     def save(self, body: bodies.SaveWeights) -> Callable[[], RequestResult]:
-        """Return the work that saves a state: weights, and the optimizer's state where it is to go on from them."""
+        """Build work that saves weights, plus optimizer state if training should continue later."""
         model = self.model(body.model_id)
         trainee = self._trainee(body.model_id)
         is_sampler = isinstance(body, bodies.SaveForSampler)
@@ -298,7 +296,7 @@ class Service:
             called = name or f"step-{trainee.step:06d}"
             folder = self.states.place(model.id, kind, called)
             if folder.exists() and not body.overwrite:
-                raise UsageError(f"path: {called!r} is saved already; give another name, or overwrite it")
+                raise UsageError(f"path: {called!r} exists; choose another name, or overwrite it")
             remove_tree(folder)
             self.samplers.forget(folder)
             trainee.save(folder, with_optimizer=not is_sampler, note=self._note(model, body.user_metadata))
@@ -330,7 +328,7 @@ class Service:
         }
 
     def load(self, body: bodies.LoadWeights) -> Callable[[], RequestResult]:
-        """Return the work that loads a state into a model, or as a new model."""
+        """Build work that loads a state into an existing or new model."""
         state = self.states.find(body.path)
         self._check_state(state, body)
         if body.model_id is not None:
@@ -338,7 +336,7 @@ class Service:
             model = self.model(body.model_id)
             own = trainee.choice.model_copy(update={"seed": None})
             if own != state.note.adapter.model_copy(update={"seed": None}):
-                raise BadRequest("path: this state has another adapter than the model; load it as a new model", "path")
+                raise BadRequest("path: this state has a different adapter; load it as a new model", "path")
 
             def restore() -> RequestResult:
                 trainee.restore(state.folder, with_optimizer=body.optimizer)
@@ -362,21 +360,19 @@ class Service:
             self.check_base(body.base_model)
         if state.note.base_digest != self.base_digest:
             raise BadRequest(
-                f"path: this state was trained from {state.note.base_model!r}, and this server has another; serve "
-                "that one",
+                f"path: this state was trained from {state.note.base_model!r}, not from this server's model; serve "
+                "that model",
                 "path",
             )
         if body.optimizer and not state.note.has_optimizer:
-            raise BadRequest(
-                "path: these weights are for sampling, without an optimizer's state; load them without it", "path"
-            )
+            raise BadRequest("path: these sampling weights have no optimizer state; load weights only", "path")
 
     def sample_from(self, body: bodies.CreateSamplingSession) -> SamplingSession:
-        """Begin a sampling session of the base model, or of saved weights."""
+        """Start a sampling session with base or saved weights."""
         self.session(body.session_id)
         if body.model_path is None:
             if body.base_model is None:
-                raise BadRequest("base_model: give it, or model_path", "base_model")
+                raise BadRequest("base_model: missing. Give base_model or model_path", "base_model")
             self.check_base(body.base_model)
             return self._begin_sampling(SampledWeights(None, WHOLE, 0), body.base_model, None)
         if body.base_model is not None:
@@ -384,9 +380,7 @@ class Service:
         state = self.states.find(body.model_path)
         note = state.note
         if note.base_digest != self.base_digest:
-            raise BadRequest(
-                f"model_path: these weights are of {note.base_model!r}, which this server does not have", "model_path"
-            )
+            raise BadRequest(f"model_path: these weights are for {note.base_model!r}, not served here", "model_path")
         return self._begin_sampling(
             SampledWeights(state.folder, note.adapter, note.step), note.base_model, body.model_path
         )
@@ -399,21 +393,21 @@ class Service:
         return session
 
     def sampling_session(self, session_id: str) -> SamplingSession:
-        """Return a sampling session.
+        """Look up a sampling session.
 
         Raises:
-            BadRequest: there is none.
+            BadRequest: unknown session.
         """
         found = self.sampling_sessions.get(session_id)
         if found is None:
-            message = "sampling_session_id: there is no such sampling session here; begin one"
+            message = "sampling_session_id: unknown sampling session; start a new one"
             raise BadRequest(message, "sampling_session_id", "no_session", 404)
         return found
 
     def sample(self, body: bodies.SampleRequest) -> SampleJob:
-        """Return the job of a request for samples.
+        """Build a sampling job.
 
-        Without a seed the random numbers follow from the server's, the step of the weights and the request's number.
+        Without a client seed, randomness is derived from the server's seed, training step and request number.
         """
         session = self.sampling_session(body.sampling_session_id)
         prompt = body.prompt.ids

@@ -1,8 +1,8 @@
-"""Saved states of a training server: their names in the protocol, their folders, and their notes.
+"""Saved states on a training server: protocol names, folders and notes.
 
-``FOLDER/<model>/model.json`` says what was trained; ``weights/<name>/step-NNNNNN/`` holds a state to go on from, and
-``sampler_weights/<name>/step-NNNNNN/`` weights to sample from. Both are checkpoints as a run has them (the model in
-the Hugging Face layout, manifest with SHA-256), so other commands open them.
+``FOLDER/<model>/model.json`` describes a model. ``weights/<name>/step-NNNNNN/`` holds a state for continued training,
+``sampler_weights/<name>/step-NNNNNN/`` weights for sampling. Both use the run checkpoint format (Hugging Face layout,
+manifest with SHA-256), so other commands can load them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Kind = Literal["weights", "sampler_weights"]
 _MODEL = re.compile(r"([0-9a-f]{16}):train:([0-9]{1,9})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _SHOWN_CHARS = 100
-SHORT_LIVED = ".session-"  # of weights that one sampling session reads, which no name of a client begins with
+SHORT_LIVED = ".session-"  # prefix for sampling-session weights; client names cannot start with it
 
 
 class ModelNote(Options):
-    """``model.json``: the base and the adapter of a model, and what its client noted about it."""
+    """``model.json``: base model, adapter, and client metadata."""
 
     model_id: str
     base_model: str
@@ -54,7 +54,7 @@ class StateNote(Options):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state: its name in the protocol, its folder and its note."""
+    """A saved state: protocol name, folder and note."""
 
     path: str
     folder: Path
@@ -62,7 +62,7 @@ class SavedState:
 
 
 class StateFolder:
-    """The states of a server below ``root``."""
+    """All saved states under ``root``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -77,20 +77,20 @@ class StateFolder:
             self.root.mkdir(parents=True, exist_ok=True)
 
     def remove_short_lived(self, session_id: str = "*") -> None:
-        """Remove the weights that only sampling sessions read: those of all clients, or of one.
+        """Delete weights saved for sampling sessions, for one model or for all.
 
         Raises:
-            StorageError: they cannot be removed.
+            StorageError: deletion failed.
         """
         with storage_errors("states", self.root):
             for left in self.root.glob(f"{session_id}-train-*/sampler_weights/{SHORT_LIVED}*"):
                 remove_tree(left)
 
     def note_model(self, note: ModelNote) -> None:
-        """Write down what a model is.
+        """Write a model note.
 
         Raises:
-            StorageError: the disk is full or not writable.
+            StorageError: the disk is full or read-only.
         """
         folder = self._folder_of(note.model_id)
         with storage_errors("model.json", folder):
@@ -98,10 +98,10 @@ class StateFolder:
         write_json(folder / "model.json", note.model_dump())
 
     def read_model(self, model_id: str) -> ModelNote:
-        """Return what a model is, or was in an earlier server.
+        """Load a model note, including models from earlier servers.
 
         Raises:
-            BadRequest: there is no such model.
+            BadRequest: unknown model.
         """
         place = self._folder_of(model_id) / "model.json"
         if not place.is_file():
@@ -112,51 +112,51 @@ class StateFolder:
             raise CheckpointError(f"{place}: {first_fault(error)}") from None
 
     def place(self, model_id: str, kind: Kind, name: str) -> Path:
-        """Return the folder of a state by the name that a client gave it.
+        """Choose a state folder for a client-supplied name.
 
         Raises:
-            BadRequest: a name that could lead elsewhere.
+            BadRequest: an unsafe name.
         """
         if not _NAME.fullmatch(name):
             raise BadRequest(
-                f"path: {_quoted(name)} is no name of a state; it has 1 to 128 letters, digits, '_', '-' or '.', and "
-                "does not begin with '.' or '-'",
+                f"path: {_quoted(name)} is not a valid name; use 1 to 128 letters, digits, '_', '-' or '.', and "
+                "do not start with '.' or '-'",
                 "path",
             )
         return self._folder_of(model_id) / kind / name
 
     def short_lived(self, model_id: str, number: int) -> Path:
-        """Return the folder of weights that only a sampling session reads."""
+        """Choose a folder for weights in a sampling session."""
         return self._folder_of(model_id) / "sampler_weights" / f"{SHORT_LIVED}{number}"
 
     def find(self, path: str) -> SavedState:
-        """Return the state that ``tinker://MODEL/weights/NAME`` names.
+        """Load a state by path, ``tinker://MODEL/weights/NAME``.
 
         Raises:
-            BadRequest: no such path, or nothing is there.
-            CheckpointError: its note is damaged.
+            BadRequest: an invalid path, or a missing state.
+            CheckpointError: a damaged note.
         """
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):
             form = "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
-            raise BadRequest(f"path: {_quoted(path)} is none; a path is {form}", "path")
+            raise BadRequest(f"path: {_quoted(path)} is not a path. Use {form}", "path")
         kind: Kind = "weights"
         if parts[1] == "sampler_weights":
             kind = "sampler_weights"
         return self.read(path, self.place(parts[0], kind, parts[2]))
 
     def read(self, path: str, folder: Path) -> SavedState:
-        """Return the state in a folder.
+        """Load a state from a folder.
 
         Raises:
-            BadRequest: nothing is there.
-            CheckpointError: its note is damaged.
+            BadRequest: a missing state.
+            CheckpointError: a damaged note.
         """
         found = None
         if folder.is_dir() and not folder.is_symlink():
             found = newest_state(folder)
         if found is None:
-            raise BadRequest(f"path: nothing is saved as {_quoted(path)}", "path", "not_found", 404)
+            raise BadRequest(f"path: no saved state {_quoted(path)}", "path", "not_found", 404)
         try:
             note = StateNote.model_validate(found[1].get("served"))
         except ValidationError as error:
@@ -167,14 +167,14 @@ class StateFolder:
         """Delete a state.
 
         Raises:
-            BadRequest: there is none.
+            BadRequest: a missing state.
         """
         state = self.find(path)
         with storage_errors("a state", state.folder):
             remove_tree(state.folder)
 
     def names(self, model_id: str) -> list[tuple[Kind, str, float]]:
-        """Return kind, name and time of each state of a model, the oldest first."""
+        """List a model's states with kind, name and time, oldest first."""
         kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
         found: list[tuple[Kind, str, float]] = []
         for kind in kinds:
@@ -191,10 +191,10 @@ class StateFolder:
 
 
 def no_model(model_id: str) -> BadRequest:
-    """Return the refusal of a model that is not there."""
+    """Build an error for an unknown model."""
     return BadRequest(
-        f"model_id: there is no model {_quoted(model_id)} here (a server that ends lets go of its models); create one, "
-        "or go on from a saved state",
+        f"model_id: unknown model {_quoted(model_id)} (models are released when a server stops); create a model, "
+        "or continue from a saved state",
         "model_id",
         "model_not_found",
         404,

@@ -1,7 +1,6 @@
-"""The messages of Tinker's protocol that are protocol buffers: rows and losses in, log-probabilities out.
+"""Protobuf messages in the Tinker protocol: rows and losses in, log-probabilities out.
 
-Field numbers and types are those that the client ``tinker`` 0.38 writes and reads. Tensors are bytes in little-endian
-order.
+Field numbers and types match client ``tinker`` 0.38. Tensors are little-endian bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from posttrain.training.stepwise.datums import TARGETS, Datum
 from posttrain.types import Finish
 
 PROTOBUF = "application/x-protobuf"
-# Of a scalar: its type in a descriptor, by the name in the table below.
+# Descriptor type numbers for scalar types used in the table below.
 _SCALARS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "message": 11, "bytes": 12, "uint32": 13}
 _OPTIONAL, _REPEATED = 1, 3
-# Each message with its fields: (name, number, type, several). Another name as type is a message; ``map:`` is a map from
-# texts. A name after a slash is the oneof of a field.
+# Message fields as (name, number, type, repeated). A message name can serve as type; ``map:`` is a map with text keys.
+# A suffix after a slash names the field's oneof.
 _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     "SparseCsr": (
         ("values", 1, "bytes", False),
@@ -93,13 +92,13 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
 _FLOAT32, _INT64 = 1, 2
 _NUMPY: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 _STOP_REASONS = {"stop": 0, "length": 1}
-_MASKED = -99999.0  # of a place in a table of the likeliest tokens that has none
-MAX_CELLS = 1 << 22  # of a tensor that is written sparsely
+_MASKED = -99999.0  # padding in a top-token table
+MAX_CELLS = 1 << 22  # elements in a sparse tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LossRequest:
-    """``POST /api/v1/forward_backward``: rows, and a loss by its name with its options."""
+    """``POST /api/v1/forward_backward``: rows, a loss name and loss options."""
 
     model_id: str
     seq_id: int
@@ -111,13 +110,13 @@ class LossRequest:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The K likeliest tokens at each of T places: ids ``int64 [T, K]``, log-probabilities ``float32 [T, K]``."""
+    """Top-K tokens at each of T positions: ids ``int64 [T, K]``, log-probabilities ``float32 [T, K]``."""
 
     ids: Tensor
     logprobs: Tensor
 
     def behind(self, places: int) -> TopTokens:
-        """Return the same, with so many places in front at which there are none."""
+        """Prepend empty positions."""
         width = self.ids.shape[1]
         none = torch.full((places, width), _MASKED)
         return TopTokens(
@@ -137,7 +136,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """The answers to one prompt; prompt_logprobs ``float32 [N]``, NaN where there is none."""
+    """Answers to a prompt; prompt_logprobs ``float32 [N]``, NaN if unavailable."""
 
     sequences: Sequence[SampledTokens]
     prompt_logprobs: Tensor | None = None
@@ -145,10 +144,10 @@ class SampleResult:
 
 
 def read_loss_request(content: bytes) -> LossRequest:
-    """Read a request from its bytes.
+    """Parse a request from bytes.
 
     Raises:
-        BadRequest: they are no such message, or a row is no text.
+        BadRequest: a malformed message, or a row without text.
     """
     from google.protobuf.message import DecodeError
 
@@ -156,7 +155,7 @@ def read_loss_request(content: bytes) -> LossRequest:
     try:
         message.ParseFromString(content)
     except (DecodeError, RecursionError):
-        raise BadRequest("the body is no ForwardBackwardRequest in protocol buffers", code="no_protobuf") from None
+        raise BadRequest("the body is not a ForwardBackwardRequest in protocol buffers", code="no_protobuf") from None
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         options[key] = value.number
@@ -171,13 +170,13 @@ def _read_datum(datum: Any, where: str) -> Datum:
     ids: list[int] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
-            raise BadRequest(f"{where}.model_input: this server reads tokens alone, no images and no sound", "data")
+            raise BadRequest(f"{where}.model_input: only tokens are supported, not images or audio", "data")
         ids += _numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}.model_input").tolist()
     inputs: dict[str, Tensor] = {}
     for name in sorted(datum.loss_fn_inputs):
         inputs[name] = _read_tensor(datum.loss_fn_inputs[name], f"{where}.{name}")
     if TARGETS not in inputs:
-        raise BadRequest(f"{where}.{TARGETS}: it is missing", "data")
+        raise BadRequest(f"{where}.{TARGETS}: missing", "data")
     targets = inputs.pop(TARGETS)
     if targets.is_floating_point():
         raise BadRequest(f"{where}.{TARGETS}: token ids are int64, not float32", "data")
@@ -191,7 +190,7 @@ def _read_tensor(tensor: Any, where: str) -> Tensor:
     kind = _NUMPY[tensor.dtype]
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape) or len(shape) > 2:
-        raise BadRequest(f"{where}: shape {shape}; give one or two sizes of 0 or more", "data")
+        raise BadRequest(f"{where}: shape {shape}; give one or two non-negative sizes", "data")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _read_sparse(tensor.sparse_csr, kind, shape, where)
     values = _numbers(tensor.dense, kind, where)
@@ -207,12 +206,12 @@ def _read_sparse(sparse: Any, kind: np.dtype[Any], shape: tuple[int, ...], where
     ends = _numbers(sparse.crow_indices, _NUMPY[_INT64], where)
     columns = _numbers(sparse.col_indices, _NUMPY[_INT64], where)
     if len(shape) != 2 or shape[0] * shape[1] > MAX_CELLS:
-        raise BadRequest(f"{where}: a sparse tensor has two sizes and at most {MAX_CELLS:,} cells, not {shape}", "data")
+        raise BadRequest(f"{where}: sparse tensors must be 2D with up to {MAX_CELLS:,} cells, not {shape}", "data")
     counts = np.diff(ends)
     fits = len(ends) == shape[0] + 1 and len(values) == len(columns)
     fits = fits and ends[0] == 0 and ends[-1] == len(values) and bool((counts >= 0).all())
     if not fits or bool((columns < 0).any() | (columns >= shape[1]).any()):
-        raise BadRequest(f"{where}: its rows and columns do not fit its values and the shape {shape}", "data")
+        raise BadRequest(f"{where}: row and column indices do not match values and shape {shape}", "data")
     dense = np.zeros(shape, kind)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return torch.from_numpy(dense)
@@ -220,19 +219,17 @@ def _read_sparse(sparse: Any, kind: np.dtype[Any], shape: tuple[int, ...], where
 
 def _numbers(content: bytes, kind: np.dtype[Any], where: str) -> Any:
     if len(content) % kind.itemsize:
-        raise BadRequest(
-            f"{where}: {len(content)} bytes are no whole number of values of {kind.itemsize} bytes", "data"
-        )
+        raise BadRequest(f"{where}: {len(content)} bytes is not a multiple of {kind.itemsize} bytes per value", "data")
     return np.frombuffer(content, kind)
 
 
 def write_loss_result(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Return the answer to a loss: ``logprobs`` of the targets ``[N]`` or ``[N, K]`` of each row."""
+    """Encode a loss response: target ``logprobs`` ``[N]`` or ``[N, K]`` per row."""
     message = empty_message("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
     message.metrics.update(metrics)
     start = 0
-    while start < len(logprobs):  # a record has rows of one width
+    while start < len(logprobs):  # rows in a record have equal width
         end = start + 1
         while end < len(logprobs) and logprobs[end].shape[1:] == logprobs[start].shape[1:]:
             end += 1
@@ -250,7 +247,7 @@ def write_loss_result(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) 
 
 
 def write_samples(drawn: SampleResult) -> bytes:
-    """Return the answer to a request for samples."""
+    """Encode a sampling response."""
     message = empty_message("SampleResponse")
     for sequence in drawn.sequences:
         written = message.sequences.add()
@@ -273,7 +270,7 @@ def _write_top(message: Any, top: TopTokens) -> None:
 
 
 def empty_message(name: str) -> Any:
-    """Return an empty message."""
+    """Create an empty message."""
     from google.protobuf import message_factory
 
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tinker.{name}"))()
@@ -281,7 +278,7 @@ def empty_message(name: str) -> Any:
 
 @cache
 def _pool() -> Any:
-    """Return the descriptors of all messages, apart from those of the client's own package in this process."""
+    """Build descriptors for all messages, isolated from an installed client's protobuf package."""
     from google.protobuf import descriptor_pb2, descriptor_pool
 
     file = descriptor_pb2.FileDescriptorProto(name="tinker_wire.proto", package="tinker", syntax="proto3")

@@ -1,4 +1,4 @@
-"""The thread that trains and samples, and the promises that clients ask for until they are kept."""
+"""Worker thread for training and sampling, and promises that clients poll until fulfilled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from posttrain.commands.serve.tinker.samplers import MOST_ROWS, SampleJob
 from posttrain.commands.serve.tinker.wire import SampleResult, write_samples
 from posttrain.errors import PosttrainError, UsageError
 
-MOST_WAITING = 4_096  # requests that are not done
-MOST_KEPT = 8_192  # of promises, of which the oldest kept ones go first
+MOST_WAITING = 4_096  # pending requests
+MOST_KEPT = 8_192  # promises; the oldest fulfilled ones are evicted first
 MOST_KEPT_BYTES = 1 << 28
 
 RequestResult = dict[str, object] | bytes
@@ -32,7 +32,7 @@ class Failed:
 
     @property
     def body(self) -> dict[str, object]:
-        """The answer of the protocol."""
+        """Protocol response body."""
         category = "server"
         if self.is_users:
             category = "user"
@@ -41,7 +41,7 @@ class Failed:
 
 @dataclass(eq=False)
 class Promise:
-    """A request that was taken. ``work`` computes its answer, in the thread of all work; or it samples."""
+    """An accepted request. ``work`` computes the result in the worker thread, or is a sampling job."""
 
     id: str
     work: Callable[[], RequestResult] | SampleJob
@@ -51,7 +51,7 @@ class Promise:
 
 
 class SampleDrawer(Protocol):
-    """An object that samples for several jobs of one group."""
+    """An object that samples multiple jobs in the same group."""
 
     def draw(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Return them."""
@@ -59,9 +59,9 @@ class SampleDrawer(Protocol):
 
 
 class Worker:
-    """One thread that takes requests in their order; those that sample alike are sampled together.
+    """A thread that processes requests in order; compatible sampling jobs are batched.
 
-    One thread: a model has one state, and which request came first decides what the next one finds.
+    A single thread, because models are stateful and results depend on request order.
     """
 
     def __init__(self, sampler: SampleDrawer) -> None:
@@ -80,13 +80,13 @@ class Worker:
         """
         with self._news:
             if len(self._waiting) >= MOST_WAITING or self._is_closed:
-                message = f"{MOST_WAITING:,} requests wait already; try again when some are done"
+                message = f"{MOST_WAITING:,} requests are already waiting; try again later"
                 raise BadRequest(message, None, "server_busy", 429)
             self._waiting.append(promise)
             self._news.notify()
 
     def close(self) -> None:
-        """End after the request that is in work; the others fail."""
+        """Stop after the current request; pending requests fail."""
         with self._news:
             self._is_closed = True
             self._news.notify()
@@ -105,7 +105,7 @@ class Worker:
             promise.done.set_result(Failed("the server ends", is_users=False))
 
     def _take(self) -> list[Promise]:
-        """Take the next request, and all that sample alike."""
+        """Take the next request, plus compatible sampling jobs."""
         first = self._waiting.popleft()
         if not isinstance(first.work, SampleJob):
             return [first]
@@ -145,17 +145,17 @@ class Worker:
 
 
 def _describe(error: BaseException) -> Failed:
-    """Return the answer of the protocol; an error that is no refusal is printed whole on the terminal of the server."""
+    """Encode a result for the protocol. Unexpected errors are also printed on the server."""
     if isinstance(error, PosttrainError):
         return Failed(str(error), isinstance(error, UsageError))
     traceback.print_exception(error, file=sys.stderr)
-    return Failed(f"the server failed ({type(error).__name__}); its terminal says more", is_users=False)
+    return Failed(f"the server failed ({type(error).__name__}); see the server's terminal", is_users=False)
 
 
 class Promises:
-    """The promises of a server by id; those of a client by the number that it gave the request.
+    """Promises by id, plus lookup by client and request number.
 
-    A client that got no answer sends a request again, with the same number: it gets the same promise.
+    A client that got no response repeats the request number, and receives the same promise.
     """
 
     def __init__(self) -> None:
@@ -163,31 +163,33 @@ class Promises:
         self._by_number: OrderedDict[tuple[str, int], tuple[str, str]] = OrderedDict()
 
     def find(self, request_id: str) -> Promise:
-        """Return a promise.
+        """Look up a promise.
 
         Raises:
-            BadRequest: there is none, or no more.
+            BadRequest: unknown or evicted.
         """
         if request_id not in self._by_id:
-            message = "request_id: there is no such request here, or its answer is gone; send the request again"
+            message = "request_id: unknown request, or the result has expired; send the request again"
             raise BadRequest(message, "request_id", "request_not_found", 404)
         return self._by_id[request_id]
 
     def repeated(self, owner: str, number: int | None, digest: str) -> Promise | None:
-        """Return the promise of a request that came before.
+        """Find the promise for a repeated request.
 
         Raises:
-            BadRequest: another request had this number.
+            BadRequest: a different request used this number.
         """
         if number is None or (owner, number) not in self._by_number:
             return None
         request_id, known = self._by_number[owner, number]
         if known != digest:
-            raise BadRequest(f"seq_id: {owner} has had another request with number {number}; count on", "seq_id")
+            raise BadRequest(
+                f"seq_id: {owner} already sent a different request with number {number}; use the next number", "seq_id"
+            )
         return self._by_id.get(request_id)
 
     def add(self, promise: Promise, owner: str, number: int | None, digest: str) -> None:
-        """Keep a promise; the oldest that are kept and have been done go when there are too many."""
+        """Store a promise; if there are too many, evict the oldest fulfilled ones."""
         self._by_id[promise.id] = promise
         if number is not None:
             self._by_number[owner, number] = promise.id, digest
