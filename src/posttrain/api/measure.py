@@ -296,9 +296,18 @@ def generate(
     Args:
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
-        samples: answers per prompt. ``temperature``: 0 means greedy.
-        min_p, min_tokens, repetition_penalty, stop: see the ``eval`` keys in a recipe.
-        max_tokens, template: default to the run's values.
+        samples: answers per prompt.
+        max_tokens: maximum tokens per answer. Defaults to the run's value.
+        temperature: 0 means greedy.
+        top_p: as ``eval.top_p``.
+        top_k: as ``eval.top_k``.
+        min_p: as ``eval.min_p``.
+        min_tokens: as ``eval.min_tokens``.
+        repetition_penalty: as ``eval.repetition_penalty``.
+        stop: as ``eval.stop``.
+        seed: random seed.
+        template: prompt template. Defaults to the run's.
+        runs_dir: folder with runs.
         progress: print the prompt template to stderr if neither the arguments nor a run specify one.
 
     Raises:
