@@ -36,6 +36,8 @@ def equations() -> ModuleType:
         ("π(· | x, y_<t)", r"\pi (\cdot \mid x, y_{<t})"),
         ("r_i − mean of the other rewards", "r_{i} - \\text{ mean of the other rewards}\\"),
         ("z₀ − r", r"z_0 - r"),
+        ("D < 1e-4", r"D < 10^{-4}"),
+        ("D < 2.5e-6", r"D < 2.5 \cdot 10^{-6}"),
     ],
 )
 def test_to_tex_plain_equation_is_as_worked_out_by_hand(equations: ModuleType, plain: str, tex: str) -> None:

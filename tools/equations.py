@@ -50,8 +50,11 @@ _SIGNS = {
 _FUNCTIONS = {"log": r"\log", "exp": r"\exp", "min": r"\min", "max": r"\max"}
 _KNOWN = (*_FUNCTIONS, "KL", "clip", "mean", "odds", "sg", "ref", "old")
 _WORD = re.compile(r"[A-Za-z]+")
+_POWER = re.compile(r"(\d+(?:\.\d+)?)e([-−]?\d+)")  # 1e-4
 _TOKEN = re.compile(
-    r"\s+|\d+(?:\.\d+)?|[A-Za-z]+|[α-ωΑ-Ω]|[_^]|[" + re.escape("".join(_SIGNS)) + r"]|[-+*/=<>()\[\]{},.;:…!?]"
+    r"\s+|\d+(?:\.\d+)?e[-−]?\d+|\d+(?:\.\d+)?|[A-Za-z]+|[α-ωΑ-Ω]|[_^]|["
+    + re.escape("".join(_SIGNS))
+    + r"]|[-+*/=<>()\[\]{},.;:…!?]"
 )
 # A text in backticks is an equation if it has a sign or a letter of mathematics, and neither a key nor a call of code.
 _MARKS = re.compile(
@@ -106,6 +109,12 @@ def to_tex(text: str) -> str:
 def _read(tokens: list[str], place: int) -> tuple[str, int]:
     """Return the TeX of the token at ``place`` and the place of the next one."""
     token = tokens[place]
+    power = _POWER.fullmatch(token)
+    if power is not None:
+        factor = ""
+        if power[1] != "1":
+            factor = rf"{power[1]} \cdot "
+        return f"{factor}10^{{{power[2]}}}", place + 1
     if token in "_^":
         below, after = _script(tokens, place + 1)
         return f"{token}{{{below}}}", after
