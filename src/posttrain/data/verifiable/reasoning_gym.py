@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -102,10 +103,15 @@ def reasoning_gym(
 
 def _load_factory(dataset: str, options: Mapping[str, object]) -> Callable[..., Any]:
     """Check that dataset and options exist, and return the factory."""
+    # It imports matplotlib, which fails if a notebook names a backend that this environment lacks.
+    backend = os.environ.pop("MPLBACKEND", None)
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
         raise MissingExtra("reasoning_gym", "tasks", "the task reasoning_gym") from None
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
     if dataset not in DATASETS:
         raise UnknownComponent(
             f"task reasoning_gym: unknown dataset {dataset!r}.{suggest(dataset, DATASETS)} "
