@@ -37,7 +37,7 @@ TOKENS: dict[str, int] = {
     "balances": 21_974,
     "commands": 67_423,
     "conformance": 15_274,
-    "data": 66_845,
+    "data": 66_875,
     "evaluation": 31_205,
     "graders": 40_322,
     "ground": 19_709,

@@ -297,17 +297,8 @@ def generate(
         model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
         prompts: questions, or conversations as lists of messages.
         samples: answers per prompt.
-        max_tokens: maximum tokens per answer. Defaults to the run's value.
-        temperature: 0 means greedy.
-        top_p: as ``eval.top_p``.
-        top_k: as ``eval.top_k``.
-        min_p: as ``eval.min_p``.
-        min_tokens: as ``eval.min_tokens``.
-        repetition_penalty: as ``eval.repetition_penalty``.
-        stop: as ``eval.stop``.
-        seed: random seed.
-        template: prompt template. Defaults to the run's.
-        runs_dir: folder with runs.
+        temperature: 0 means greedy. Other sampling options follow the ``eval`` keys of recipes.
+        template: prompt template. Defaults to the run's, as does ``max_tokens``.
         progress: print the prompt template to stderr if neither the arguments nor a run specify one.
 
     Raises:
