@@ -14,13 +14,21 @@ from posttrain.types import Completion
 
 @register("engine")
 def choosing(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
-    """Each text ends with the tokenizer's end token; its tokens have the model's log-probabilities."""
+    """Each text ends with the tokenizer's end token; its tokens have the model's log-probabilities.
+
+    Args:
+        texts: possible answers.
+    """
     return Choosing(model, [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
 
 
 @register("engine", samples=False)
 def choosing_by_script(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
-    """The same, which says that its answers are no draws from the model."""
+    """``choosing``, declaring that answers are not drawn from the model.
+
+    Args:
+        texts: possible answers.
+    """
     return choosing(model, tokenizer, texts=texts)
 
 

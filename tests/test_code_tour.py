@@ -47,5 +47,5 @@ def test_the_calls_of_the_code_tour_are_those_of_a_run(tmp_path: Path) -> None:
     own = ["--allow-code", "test_code_tour:watched_cross_entropy"]
     assert main(["train", str(path), "--run", "it", "--runs-dir", str(tmp_path), "--quiet", *own]) == 0
     assert listed_calls() == CALLS
-    assert len(CALLS) + 1 == 13, "the page says how many, with the formula"
+    assert len(CALLS) + 1 == 14, "the page says how many, with the formula"
     assert len({file for file, _ in CALLS}) + 1 == 6

@@ -103,7 +103,7 @@ def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command:
     ("arguments", "message"),
     [
         ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
-        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: 30 × no given responses"),
+        ("--objective dpo", "task 'jsonl': no rows left to train on; dropped: 30 × no given responses"),
         ("--objective distillation --teacher.name self", "teacher.name: 'self' needs sampled answers"),
     ],
 )  # fmt: skip

@@ -265,12 +265,12 @@ def declare_from_command_line(
 
 def declare_commands(typed: Iterable[tuple[str, str]]) -> None:
     """Allow commands given under ``--tools`` keys; ``typed`` pairs each command-line word with its successor."""
-    from posttrain.strict_yaml import read_yaml
-
     for word, following in typed:
         key, equals, text = word.partition("=")
         if not key.startswith("--tools"):
             continue
+        from posttrain.strict_yaml import read_yaml  # conformance checks run without yaml
+
         if not equals:
             text = following
         with suppress(RecipeError):  # the reader reports this later

@@ -217,6 +217,7 @@ COMPONENT_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "objective": (("train",), RL, "objective"),
     "advantage": (("train",), RL, "advantage"),
     "aggregation": (("train",), RL, "aggregate"),
+    "mask": (("train",), merged(RL, {"masks": [{"name": "top_entropy"}]}), "masks.0"),
     "selection": (("train",), RL, "rollout.select"),
     "correction": (("train",), merged(RL, {"rollout": {"old_logprobs": "trainer"}}), "correction"),
     "reward": (("train",), RL, "rewards.0"),

@@ -28,6 +28,7 @@ def test_every_pair_word_has_a_reference():
         for n, e in entries("objective").items()
         if e.function.__module__ == preference.__name__ and e.traits["level"] == "pair"
     }
+    words.remove("aot")  # needs ranks over the batch; tested in test_optimal_transport.py
     assert words == {word.__name__ for word, _, _ in CASES.values()}
     assert len(words) == 18
 

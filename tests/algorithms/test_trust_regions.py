@@ -110,7 +110,9 @@ def test_weighted_k3_has_the_gradient_of_the_kl_off_policy():
         batch.fields["ref_logprobs"] = torch.cat([zero, reference.log_softmax(0)])[None]
         outputs = Outputs(logprobs=torch.cat([zero, policy])[None])
         nothing = Loss(torch.zeros(1, 8, dtype=torch.float64))
-        loss = surrogate.regularize(nothing, outputs, batch, kl_coef=1.0, kl_estimator=estimator, entropy_coef=0.0)
+        loss = surrogate.add_regularizers(
+            nothing, outputs, batch, kl_coef=1.0, kl_estimator=estimator, entropy_coef=0.0
+        )
         mean = (sampled_from.exp() * loss.values[0, 1:]).sum()
         (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
         found[estimator] = (mean.item(), gradient)

@@ -190,7 +190,9 @@ def test_an_objective_from_outside_says_that_it_has_no_balance(tmp_path: Path) -
     assert read.violated == {}
     assert {"loss", "weights", "advantage", "tokens"} <= read.worst.keys()
     assert "gradient" not in read.worst
-    assert [n for n in read.notices if n.startswith("balances: objective small_runs:plain_reinforce is from outside")]
+    assert [
+        n for n in read.notices if n.startswith("balances: objective small_runs:plain_reinforce cannot be recomputed")
+    ]
 
 
 @pytest.mark.parametrize("doubt", [1e-2, 1e-3])

@@ -83,7 +83,7 @@ def test_what_cannot_be_compared(
     for arguments, message in (
         (["a", "short"], "max_tokens"),
         (["a", "few"], "only in A and 0"),
-        (["a", "tiny"], "an evaluation, tiny"),
+        (["a", "tiny"], "tiny is not"),
         (["a", "short", "few"], "not 3"),
         (["tiny", "nowhere/at/all", "--task", "stories"], "'nowhere/at/all'"),
     ):

@@ -84,9 +84,9 @@ def test_sweep_over_key_that_does_nothing_ends_without_traceback(capsys: pytest.
 @pytest.mark.parametrize(
     ("name", "when"),
     [
-        ("clip_high", "several updates"),
+        ("clip_high", "multiple updates"),
         ("train.min_lr_ratio", "train.schedule is linear or cosine"),
-        ("grpo", "several updates"),
+        ("grpo", "multiple updates"),
         ("geometric_mask", "rollout.staleness"),
         ("eval", "eval.every is above 0"),
     ],

@@ -116,7 +116,7 @@ def test_a_name_stands_for_a_run_a_checkpoint_or_a_model(run: Path) -> None:
     assert (source.label, Path(source.path), source.run) == ("taught@step-000001", folder, run)
     assert source.recipe is not None
     assert (source.template, source.max_tokens) == (Component(name="r1_zero", preamble="Think."), 17)
-    with refuses(UsageError, "step-000009: the run", "step-000002"):
+    with refuses(UsageError, "step-000009: no such checkpoint", "step-000002"):
         find_source(str(run / "checkpoints" / "step-000009"), run.parent)
     plain = find_source("tiny", run.parent)
     assert (plain.label, plain.run, plain.template, plain.max_tokens) == ("tiny", None, Component(name="r1_zero"), 256)

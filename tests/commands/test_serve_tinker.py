@@ -356,7 +356,7 @@ def test_a_bad_request_is_refused_in_one_line(
         (
             [(IDS, {"advantages": PAIRS, "logprobs": PAIRS, "target_tokens": PAIRS.long()})],
             "ppo",
-            "one target",
+            "single target",
         ),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ LOOP, CHECKPOINT, FILES = "posttrain.training.loop", "posttrain.training.checkpo
 GAPS = [
     ("posttrain.runs.launch", "_claim", "before", 1),
     ("posttrain.runs.launch", "_claim", "after", 1),
-    ("posttrain.training.held_out", "evaluate", "after", 1),
+    ("posttrain.training.held_out", "evaluate_sampler", "after", 1),
     (LOOP, "save_checkpoint", "before", 1),
     (CHECKPOINT, "seal", "before", 1),
     (CHECKPOINT, "seal", "after", 1),

@@ -21,8 +21,9 @@ from posttrain.models.forward.micro import MicroBatching
 from posttrain.models.reference import Reference
 from posttrain.sampling import rollout as graded
 from posttrain.sampling.native.engine import NativeEngine
-from posttrain.training import advantages, batch_fields, build, loop, step
+from posttrain.training import advantages, batch_fields, loop, step
 from posttrain.training.batch_fields import BatchFields
+from posttrain.training.parts import built_models
 from posttrain.training.sources import RowOrder, rollouts
 from posttrain.types import Loss
 
@@ -261,7 +262,7 @@ def behind(model: Any, history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 COLD_RECIPE = {"rollout": {"temperature": 0.7}}
-UNSCALED = of_attribute(build, "scoring_temperature", lambda compute: lambda recipe, needs: 1.0)
+UNSCALED = of_attribute(built_models, "scoring_temperature", lambda compute: lambda recipe, needs: 1.0)
 NEGATIVE_KL = of_attribute(
     surrogate, "KL_ESTIMATORS", lambda known: {name: (lambda r, f=f: -f(r)) for name, f in known.items()}
 )

@@ -320,7 +320,7 @@ def test_activations_prompts_of_a_task(tiny, here: Path, capsys: pytest.CaptureF
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "700 tokens x 1,036 bytes = 0.7 MB at most, in activations/tiny-stories" in out
-    assert "left out: 4 first token" in out
+    assert "dropped: 4 first token" in out
     store = ActivationStore("activations/tiny-stories", verify=True)
     assert store.num_rows == 696
     assert store.index.data == {
@@ -362,7 +362,7 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
         ([*layer, "--site", "mlp"], "`posttrain activations --site`"),
         ([*layer, "--text", "none.txt"], "none.txt"),
         ([*layer, "--text", "none.txt", "--task", "stories"], "--task"),
-        ([*layer, "--text", "none.txt", "--task.n", "5"], "task or template"),
+        ([*layer, "--text", "none.txt", "--task.n", "5"], "task and template"),
         ([*layer, "--rollouts", "none"], "none"),
         ([*layer, "--taks", "x"], "--taks"),
         ([*layer, "--context-tokens", "5000", "--text", "long.txt"], "truncate it first"),

@@ -208,7 +208,7 @@ def test_what_torchrun_has_started_is_compared_with_the_recipe(tmp_path: Path, m
     monkeypatch.setenv("RANK", "0")
     with refuses(UsageError, "scale.processes"):
         launch(make_recipe("sft", scale={"processes": 2}), RunStart(root=tmp_path))
-    with refuses(UsageError, "no MASTER_ADDR, MASTER_PORT"):
+    with refuses(UsageError, "MASTER_ADDR, MASTER_PORT missing"):
         launch(plain, RunStart(root=tmp_path))
     monkeypatch.setenv("RANK", "1")
     with refuses(UsageError, "`posttrain train`", "`posttrain runs resume`"):

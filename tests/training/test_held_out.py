@@ -213,7 +213,7 @@ def test_what_was_dropped_is_counted() -> None:
     words = resolve_components(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
     chosen = choose_held_out(read, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
-    with refuses(UsageError, "example to evaluate"):
+    with refuses(UsageError, "examples to evaluate"):
         choose_held_out(read, [Task("pairs", "test", [])], words)
 
 

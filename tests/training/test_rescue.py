@@ -53,8 +53,10 @@ CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
     "in the optimizer": ({"kind": "sft"}, loop, "apply_update", 3, True, None),
     "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "draw", 4, False, 3),
     "inside a rollout batch": ({"kind": "grpo", "train": {"ppo_epochs": 2}}, loop, "accumulate", 4, False, 3),
-    "in the second evaluation": ({"kind": "sft", "eval": EVALUATION | TWO_TASKS}, held_out, "evaluate", 4, False, 2),
-    "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 3, False, 4),
+    "in the second evaluation": (
+        {"kind": "sft", "eval": EVALUATION | TWO_TASKS}, held_out, "evaluate_sampler", 4, False, 2
+    ),
+    "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate_sampler", 3, False, 4),
     "before the checkpoint": ({"kind": "sft", "train": {"save_every": 2}}, loop, "save_checkpoint", 1, False, 2),
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ def test_only_a_critic_of_its_own_is_clipped_apart(trunk: str, num_apart: bool) 
                 "advantage": None,
                 "rollout": {"select": {"name": "balanced", "threshold": 0.2}, "label_above": 0.1},
             },
-            "rollout.select.threshold: 0.2 decides",
+            "rollout.select.threshold: 0.2 selects",
         ),
         ({"advantage": {"name": "mean_scaled"}, "kl_in_reward": {"weight": 0.1}}, "kl_in_reward"),
         ({"rollout": {"drop_uniform_groups": True, "uniform_by": "corect"}}, "rollout.uniform_by"),
@@ -67,7 +67,7 @@ def test_prepare_rows_with_answers_where_the_model_samples_says_so() -> None:
     pairs: dict[str, Any] = {"objective": {"name": "dpo"}, "advantage": None, "aggregate": "unit_mean"}
     pairs["rollout"] = {"select": {"name": "right_and_wrong", "threshold": 1.0}, "label_above": 1.0}
     told = [
-        "are not read" in " ".join(prepare(one_layer_recipe("grpo", **pairs, task=task)).warnings)
+        "are ignored" in " ".join(prepare(one_layer_recipe("grpo", **pairs, task=task)).warnings)
         for task in ({"responses": "pair"}, {})
     ]
     assert told == [True, False]

@@ -165,7 +165,7 @@ def test_fetched_that_is_interrupted_leaves_nothing_and_is_fetched_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_read", interrupt)
+        patch.setattr(gguf, "read_gguf", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fetch.fetched("small")
     assert left_behind(home) == []
