@@ -245,7 +245,7 @@ def test_the_comparison_of_the_page_is_that_of_the_results() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| gspo | ")).split(" | ")
     assert row[3].startswith(f"{100 * sum(shares) / len(shares):.1f}% [")
     assert row[7] == f"{100 * min(shares):.1f}%"
-    assert f"{recorded['design']['final']['problems']} problems of test" in page
+    assert f"{recorded['design']['final']['problems']} test problems" in page
     assert "with 80% power" in page
     assert recorded["command"] in page
 
