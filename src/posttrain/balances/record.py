@@ -70,7 +70,7 @@ class PenaltyFacts:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """How answers are sampled and selected.
+    """Rules for sampling and selecting answers.
 
     rewards: weight per part; None if unknown. max_tokens, context: limits for answers, and for prompt plus answer.
     num_examples: size of a task whose prompts are visited in passes (None for mixtures). takes_all: every answer is

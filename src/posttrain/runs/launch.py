@@ -59,7 +59,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Where and how a run starts.
+    """Location and start options of a run.
 
     root: folder containing run directories. name: run name; default: ``recipe_name`` plus a counter, or with
     ``resume`` the newest run with this name. recipe_name: recipe as given on the command line. resume: continue an

@@ -299,8 +299,11 @@ TYPED = json.dumps([{"name": "mcp", "command": COMMAND}])
     "typed", [["--tools", TYPED], [f"--tools={TYPED}"], ["--tools.0.command", json.dumps(COMMAND)]], ids=str
 )
 def test_a_command_that_is_typed_is_allowed(typed: list[str], no_code_allowed: None) -> None:
+    stored = tooled(stored_recipe, {"command": COMMAND})
+    with refuses(UnallowedCode, shlex.quote(NAME)):
+        stored.resolve()
     untrusted.declare_from_command_line(["train", "x.yaml", *typed, "--train.steps", "2"])
-    tooled(stored_recipe, {"command": COMMAND}).resolve()
+    assert stored.resolve().tools == stored.tools
 
 
 def test_a_command_of_ones_own_recipe_or_program_is_allowed(tmp_path: Any, no_code_allowed: None) -> None:
