@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_325,
     "api": 20_680,
     "balances": 21_974,
-    "commands": 67_423,
+    "commands": 67_756,
     "conformance": 15_274,
     "data": 66_875,
     "evaluation": 31_205,
