@@ -66,6 +66,7 @@ class Promise:
     size: int = 0
     done: Future[RequestResult | Failed] = field(default_factory=Future)
     is_cancelled: bool = False
+    error: BaseException | None = None
     is_sampling: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class Promise:
     def fulfil(self, answer: RequestResult | Failed) -> None:
         """Set the result and release what computed it."""
         self.work = None
+        self.error = None
         self.done.set_result(answer)
 
 
@@ -161,10 +163,14 @@ class Worker:
                 one.fulfil(Failed("the client cancelled this request", is_users=True))
         if not wanted:
             return
+        first = wanted[0]
+        answers: Sequence[RequestResult | Failed] = []
         try:
             answers = self._answers(wanted)
         except Exception as error:  # noqa: BLE001  # of the model's code, which may raise anything
-            answers = [_describe(error)] * len(wanted)
+            first.error = error
+        if first.error is not None:
+            answers = [_describe(first.error)] * len(wanted)
         for promise, answer in zip(wanted, answers, strict=True):
             promise.fulfil(answer)
 
