@@ -22,7 +22,7 @@ from posttrain.commands.serve.tinker.samplers import SampleJob
 from posttrain.commands.serve.tinker.service import Service
 from posttrain.commands.serve.tinker.states import Kind
 from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
-from posttrain.commands.serve.tinker.work import BodyMark, Failed, Promise, RequestResult, mark_of
+from posttrain.commands.serve.tinker.work import BodyMark, Failed, Promise, RequestResult, describe_body
 from posttrain.errors import PosttrainError
 
 MAX_JSON_BYTES = 4_000_000
@@ -180,7 +180,7 @@ class TinkerApi:
         if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
             raise BadRequest(f"the body of forward_backward is {PROTOBUF}, not JSON", None, "no_protobuf", 415)
         content = await read_content(request, MAX_ROWS_BYTES)
-        mark = mark_of(content)
+        mark = describe_body(content)
 
         def prepare() -> tuple[str, int, Callable[[], RequestResult]]:
             message = read_loss_request(content)
@@ -331,7 +331,7 @@ class TinkerApi:
             return bodies.read_body(kind, body)
 
         parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
-        return parsed, mark_of(content)
+        return parsed, describe_body(content)
 
 
 def _time(seconds: float) -> str:

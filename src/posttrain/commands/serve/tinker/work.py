@@ -33,7 +33,7 @@ class BodyMark:
     size: int
 
 
-def mark_of(content: bytes) -> BodyMark:
+def describe_body(content: bytes) -> BodyMark:
     """Compute the mark of a body."""
     return BodyMark(hashlib.sha256(content).hexdigest(), len(content))
 
