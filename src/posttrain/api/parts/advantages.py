@@ -166,9 +166,8 @@ def _by_group(
         order = torch.tensor(list(places.values()))
         result[order] = entry.function(rewards[order], **options)
     elif entry.traits.get("spans_groups"):
-        rows = list(places.values())
-        padded = pad_sequence([rewards[own] for own in rows], batch_first=True, padding_value=math.nan)
-        for own, values in zip(rows, entry.function(padded, **options), strict=True):
+        padded = pad_sequence([rewards[own] for own in places.values()], batch_first=True, padding_value=math.nan)
+        for own, values in zip(places.values(), entry.function(padded, **options), strict=True):
             result[own] = values[: len(own)]
     elif least > 1:  # computed within each group
         for rows in places.values():
