@@ -13,7 +13,8 @@ from posttrain.data.base import Task, document_texts
 from posttrain.errors import RecipeError
 from posttrain.models.config import context_length
 from posttrain.models.forward.actor_critic import ActorCritic
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import Forward, causal_lm
+from posttrain.models.forward.routing.replay import find_replay
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.trained_heads import forward_with_head
@@ -52,6 +53,17 @@ class BuiltModels:
     def context_tokens(self) -> int:
         """Trained model's context length in tokens."""
         return context_length(self.loaded.model.config)
+
+    def replay_experts(self) -> None:
+        """Make the policy use the experts in batches (router replay). A separate critic routes by itself.
+
+        Raises:
+            RecipeError: unsupported routers.
+        """
+        replay = find_replay(causal_lm(self.loaded.model))
+        self.policy.replay = replay
+        if isinstance(self.forward, Forward):
+            self.forward.replay = replay
 
 
 def build_models(
