@@ -434,7 +434,8 @@ def build_rollout_source(
     Raises:
         UsageError: no usable prompts, or an unknown reward component.
     """
-    from posttrain.training.sources.rollouts import RolloutSource
+    from posttrain.training.sources.prompts import Prompts
+    from posttrain.training.sources.rollouts import LearningInputs, RolloutSource, UnitSelection
 
     options = components.recipe.rollout
     selection = components.selection
@@ -450,25 +451,21 @@ def build_rollout_source(
         assert own is not None, "the model teaches itself"
         limits = (options.label_above, prompting.context_tokens)
         feedback = Feedback(prompting.tokenizer, template, *limits, own.sees, own.prompt_format)
-    advantage_estimator = build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
         from posttrain.training.sources.prefetch import PrefetchSource
 
         kind = partial(PrefetchSource, in_thread=bool(components.engine.traits.get("takes_weights")))
+    grader = prompting.grader
+    longest_prompt = components.recipe.prompt.max_prompt_tokens
+    turn_weight = sum(reward.weight for reward in components.recipe.rewards if reward.name == "turn_rewards")
     return kind(
-        components.recipe,
-        task,
-        prompting.grader,
-        prompting.tokenizer,
-        engine,
-        prompting.context_tokens,
-        select=selection.bind(options.select.options, "rollout.select"),
-        rows_per_unit=2 if components.unit == "pair" else 1,
-        advantage_estimator=advantage_estimator,
-        fields=fields,
-        feedback=feedback,
-        stage=prompting.stage,
+        options,
+        components.recipe.train,
+        Prompts(task, prompting.tokenizer, grader.template, prompting.row_limit, longest_prompt),
+        prompting.sampler(engine, fields.process_group),
+        UnitSelection(selection.bind(options.select.options, "rollout.select"), 2 if components.unit == "pair" else 1),
+        LearningInputs(build_advantage_estimator(components), fields, feedback, turn_weight),
     )
 
 
