@@ -36,7 +36,7 @@ from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
 from posttrain.training.advantages import build_advantage_estimator
-from posttrain.training.batch_fields import BatchFields, replays_experts
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.checkpoint import origins_of
 from posttrain.training.checks import (
     Components,
@@ -221,8 +221,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     _refuse_inputs(recipe, [task, *eval_tasks])
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
-    if replays_experts(recipe.rollout, components.needs):
-        models.replay_experts()
     method = _build_method(components, models.forward)
     prompting = _build_prompting(recipe, models, folder)
     template = prompting.grader.template

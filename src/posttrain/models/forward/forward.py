@@ -103,8 +103,11 @@ class Forward:
     def alike(
         self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
-        """Build a similar pass for another model or head."""
-        return Forward(model, self.temperature, head, reads, scores_only, self.precision)
+        """Build a similar pass for another model or head. Only the same model replays experts."""
+        forward = Forward(model, self.temperature, head, reads, scores_only, self.precision)
+        if model is self.model:
+            forward.replay = self.replay
+        return forward
 
     @property
     def num_rows(self) -> int:

@@ -93,8 +93,7 @@ class Schedule:
         stop_texts: StopFinder | None = None,
         recorder: ExpertRecorder | None = None,
     ) -> None:
-        self.stop_texts = stop_texts
-        self.recorder = recorder
+        self.stop_texts, self.recorder = stop_texts, recorder
         self.prompt_experts: dict[int, Tensor] = {}  # of prompts without their last token, by prompt
         self.decoder, self.prompts, self.sampling = decoder, list(prompts), sampling
         self.respondent, self.vocab_size = respondent, vocab_size

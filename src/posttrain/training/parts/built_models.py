@@ -22,7 +22,7 @@ from posttrain.models.written.untrained import note_untrained
 from posttrain.process_group import ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import ModelSection
-from posttrain.training.batch_fields import scoring_temperature
+from posttrain.training.batch_fields import replays_experts, scoring_temperature
 from posttrain.training.checks import Components
 from posttrain.training.step import same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
@@ -53,17 +53,6 @@ class BuiltModels:
     def context_tokens(self) -> int:
         """Trained model's context length in tokens."""
         return context_length(self.loaded.model.config)
-
-    def replay_experts(self) -> None:
-        """Make the policy use the experts in batches (router replay). A separate critic routes by itself.
-
-        Raises:
-            RecipeError: unsupported routers.
-        """
-        replay = find_replay(causal_lm(self.loaded.model))
-        self.policy.replay = replay
-        if isinstance(self.forward, Forward):
-            self.forward.replay = replay
 
 
 def build_models(
@@ -148,7 +137,7 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     """Build the language model forward pass with ``train.precision``.
 
     Raises:
-        RecipeError: TF32 without a GPU.
+        RecipeError: TF32 without a GPU, or router replay with unsupported routers.
     """
     recipe = components.recipe
     device = next(loaded.model.parameters()).device.type
@@ -157,7 +146,10 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
         raise RecipeError(f"train.precision: tf32 needs an NVIDIA GPU; on {device} use fp32 or bf16")
     # Process-wide: on GPU, matrix products that stay in fp32 (the LM head, with bf16) use TF32.
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
+    policy = _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
+    if replays_experts(recipe.rollout, components.needs):
+        policy.replay = find_replay(causal_lm(loaded.model))
+    return policy
 
 
 def _forward(model: Model, precision: str, temperature: float) -> Forward:
