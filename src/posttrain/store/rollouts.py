@@ -106,7 +106,7 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
 
     Arrows at line starts in model or tool output are escaped with a backslash, to distinguish them from added arrows.
     """
-    if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
+    if len(turns) < 2 and not failures and not any(turn.calls or turn.replies for turn in turns):
         return ""
     lines = []
     for turn in turns:
@@ -114,6 +114,7 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
         for call in turn.calls:
             result = _quote(f"{call.tool} ({call.outcome}): {call.result}")
             lines.append(f"-> {result}")
+        lines += [f"-> {_quote(reply)}" for reply in turn.replies]
         if turn.reward is not None:
             lines.append(f"-> paid {turn.reward:g}")
     lines += [f"-> failed: {failure}" for failure in failures]
@@ -142,6 +143,8 @@ def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
         row: dict[str, object] = {"text": _storable(turn.text), "calls": calls}
         if turn.reward is not None:
             row["reward"] = turn.reward
+        if turn.replies:
+            row["replies"] = [_storable(reply) for reply in turn.replies]
         rows.append(row)
     return rows
 
@@ -155,7 +158,10 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     turns = []
     for row in rows:
         calls = tuple(_read_call(call) for call in row["calls"])
-        texts = [row["text"]]
+        replies = row.get("replies", [])
+        if not isinstance(replies, list):
+            raise ValueError("a turn's replies are not listed")
+        texts = [row["text"], *replies]
         for call in calls:
             texts += [getattr(call, f.name) for f in fields(Call)]
         if not all(isinstance(text, str) for text in texts):
@@ -163,7 +169,7 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
         reward = row.get("reward")
         if reward is not None and (not isinstance(reward, float) or not math.isfinite(reward)):
             raise ValueError("a turn's reward is not a finite number")
-        turns.append(Turn(row["text"], calls, reward))
+        turns.append(Turn(row["text"], calls, reward, tuple(replies)))
     return tuple(turns)
 
 
