@@ -1,4 +1,4 @@
-"""Environments of verifiers, and packages of its hub: their rows as a task, their rubric as reward, their turns."""
+"""verifiers environments, including packages from its hub: rows as tasks, rubrics as rewards, and multi-turn play."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW = "verifiers"  # key of ``meta`` with the row as the environment has it
 def verifiers_rows(
     *, load: str, args: dict[str, Any] | None = None, split: Literal["train", "validation"] = "train"
 ) -> Task:
-    """Rows of a single-turn environment: its training data, or as ``validation`` its evaluation data.
+    """Rows of a single-turn environment: training data, or evaluation data for split ``validation``.
 
     ``{name: "verifiers_adapter:verifiers_rows", load: "my_env:load_environment"}`` with the reward
     ``{name: "verifiers_adapter:verifiers_rubric", load: "my_env:load_environment"}``.
@@ -53,7 +53,7 @@ def verifiers_rows(
 def verifiers_episodes(
     *, load: str, args: dict[str, Any] | None = None, split: Literal["train", "validation"] = "train"
 ) -> Task:
-    """Rows of an environment that answers the model; they are played in the environment ``verifiers_turns``.
+    """Rows of a multi-turn environment, to be used with the environment ``verifiers_turns``.
 
     Args:
         load: as of ``verifiers_rows``.
@@ -68,17 +68,17 @@ def verifiers_episodes(
 
 
 def _refuse_answering(key: str, load: str, environment: Any) -> None:
-    """Refuse environments that answer the model where no turns are played."""
+    """Refuse multi-turn environments in single-turn use."""
     if not isinstance(environment, _package().SingleTurnEnv):
         raise UsageError(
-            f"{key}: {load} is a {type(environment).__name__}, which answers the model. Use the task "
+            f"{key}: {load} is a {type(environment).__name__}, which is multi-turn. Use the task "
             "verifiers_adapter:verifiers_episodes, the environment verifiers_adapter:verifiers_turns, and the reward "
             "environment"
         )
 
 
 def _rows(environment: Any, load: str, split: str) -> Task:
-    """Rows of an environment as examples."""
+    """Convert an environment's rows to examples."""
     warnings = []
     try:
         if split == "train":
@@ -86,7 +86,7 @@ def _rows(environment: Any, load: str, split: str) -> Task:
         else:
             table = environment.get_eval_dataset()
             if environment.eval_dataset is None:
-                warnings.append(f"task {load}: it has no data for evaluation, so its training data are measured")
+                warnings.append(f"task {load}: no evaluation data; using its training data")
     except Exception as error:  # an environment raises what it likes
         raise UsageError(f"task.split: {load} has no rows for {split}: {harmless(str(error))}") from error
     examples = []
@@ -163,12 +163,12 @@ async def _score(environment: Any, example: Example, text: str, finish: str) -> 
 
 
 def _refuse_unreadable(load: str, prompt: object) -> None:
-    """Refuse prompts that are not conversations of texts."""
+    """Refuse prompts that are not text-only conversations."""
     if isinstance(prompt, str):
-        raise UsageError(f"task.load: {load} has texts to complete as prompts, and a task here has conversations")
+        raise UsageError(f"task.load: {load} has plain text prompts; only conversations are supported")
     for message in prompt:  # type: ignore[attr-defined]
         if message.get("tool_calls") or message["role"] == "tool":
-            raise UsageError(f"task.load: {load} shows tool calls in its prompts, which are not rendered here")
+            raise UsageError(f"task.load: {load} has tool calls in its prompts, which are not supported")
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
@@ -200,25 +200,23 @@ def _made(key: str, load: str, function: Any, args: str) -> Any:
     for one in _parts_of(environment):
         if not isinstance(one, vf.MultiTurnEnv):
             raise UsageError(
-                f"{key}.load: {load} is a {type(one).__name__}, and only a MultiTurnEnv of verifiers is played here "
-                "(SingleTurnEnv, ToolEnv and StatefulToolEnv are such ones, and groups of them). vf-eval evaluates it "
-                "against posttrain serve"
+                f"{key}.load: {load} is a {type(one).__name__}, but only subclasses of MultiTurnEnv (SingleTurnEnv, "
+                "ToolEnv, StatefulToolEnv) and groups of them are supported. Evaluate it with vf-eval against "
+                "posttrain serve"
             )
         if one.rubric._get_group_reward_funcs() or getattr(one.rubric, "has_group_rewards", False):
-            raise UsageError(f"{key}.load: {load} has rewards of whole groups, which a reward of one answer is not")
+            raise UsageError(f"{key}.load: {load} has group rewards, which are not supported")
         if one.max_total_completion_tokens > 0:
-            raise UsageError(
-                f"{key}.load: {load} sets max_total_completion_tokens; set rollout.max_tokens in its place"
-            )
+            raise UsageError(f"{key}.load: {load} sets max_total_completion_tokens; set rollout.max_tokens instead")
         if one is not environment and one.tool_defs:
-            raise UsageError(f"{key}.load: {load} is a group with tools, and a prompt shows the same tools in all rows")
+            raise UsageError(f"{key}.load: {load} is a group with tools; tools must be the same for all rows")
         if hasattr(one, "error_formatter"):
             one.error_formatter = _noting(one.error_formatter)
     return environment
 
 
 def _parts_of(environment: Any) -> Iterator[Any]:
-    """The environment, or those of a group."""
+    """Yield the environment itself, or all members of a group."""
     if not isinstance(environment, _package().EnvGroup):
         yield environment
         return
@@ -239,7 +237,7 @@ def _package() -> Any:
 
 
 def _response(text: str, finish: str, calls: Sequence[Mapping[str, str]] = ()) -> Any:
-    """What a client of verifiers returns: ``text``, cut off unless ``finish`` is stop, and calls."""
+    """Build a model response with text and calls, truncated unless ``finish`` is ``stop``."""
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     is_cut = finish != "stop"
@@ -251,7 +249,7 @@ def _response(text: str, finish: str, calls: Sequence[Mapping[str, str]] = ()) -
     named = [ToolCall(**call) for call in calls] or None
     content = text
     if calls and not text:
-        content = None  # type: ignore[assignment]  # as servers of chat completions say it
+        content = None  # type: ignore[assignment]  # like chat completion servers
     message = ResponseMessage(
         role="assistant", content=content, tool_calls=named, finish_reason=reason, is_truncated=is_cut
     )
@@ -260,7 +258,7 @@ def _response(text: str, finish: str, calls: Sequence[Mapping[str, str]] = ()) -
 
 @lru_cache(maxsize=1)
 def _base_client() -> Any:
-    """A client of verifiers without a connection."""
+    """Base class for verifiers clients without a connection."""
     _package()
     from verifiers.clients import Client
 
@@ -282,7 +280,7 @@ def _base_client() -> Any:
 
 @lru_cache(maxsize=1)
 def _writer() -> Any:
-    """A client that says one given text."""
+    """A client that returns a given text."""
 
     class Writer(_base_client()):  # type: ignore[misc]
         def __init__(self, text: str, finish: str) -> None:
@@ -297,7 +295,7 @@ def _writer() -> Any:
 
 @lru_cache(maxsize=1)
 def _asker() -> Any:
-    """A client that hands each request to an episode, and waits for the model's turn."""
+    """A client that passes each request to an episode and waits for the model's turn."""
 
     class Asker(_base_client()):  # type: ignore[misc]
         def __init__(self, requests: asyncio.Queue[_Request]) -> None:
@@ -313,7 +311,7 @@ def _asker() -> Any:
 
 
 class _Request(NamedTuple):
-    """A request for the model's next turn, which is to be set as the result of ``turn``."""
+    """A request for the model's next turn. ``turn`` receives the response."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -321,7 +319,7 @@ class _Request(NamedTuple):
 
 
 def _schemas(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Tools of verifiers in OpenAI's format."""
+    """Convert tools to OpenAI format."""
     schemas = []
     for tool in tools or ():
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
@@ -330,11 +328,11 @@ def _schemas(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
 
 
 _choosing = threading.Lock()
-_errors: ContextVar[list[str] | None] = ContextVar("errors that tools of this episode raised", default=None)
+_errors: ContextVar[list[str] | None] = ContextVar("tool errors in this episode", default=None)
 
 
 def _noting(formatter: Any) -> Any:
-    """An ``error_formatter`` that notes what it wrote, so that the record of a call says that it failed."""
+    """Wrap an ``error_formatter`` to record its output, so that failed calls are recorded as failed."""
 
     def note(error: Exception) -> str:
         text = str(formatter(error))
@@ -348,14 +346,14 @@ def _noting(formatter: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all episodes: clients and locks of an environment belong to one."""
+    """Event loop for all episodes, because an environment's clients and locks belong to a single loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
 
 
 def _free_loop() -> asyncio.AbstractEventLoop:
-    """The event loop, or a new one if a tool that never returns holds it: verifiers runs plain functions in it."""
+    """Return the event loop, or a new one if it is blocked: verifiers runs synchronous tools in the loop."""
     with _choosing:
         loop = _loop()
         answered = threading.Event()
@@ -367,19 +365,19 @@ def _free_loop() -> asyncio.AbstractEventLoop:
 
 @register("environment")
 def verifiers_turns(*, load: str, args: dict[str, Any] | None = None) -> VerifiersTurns:
-    """An environment of verifiers with turns and tools; pays what its rubric says.
+    """A multi-turn or tool environment of verifiers, rewarded by its rubric.
 
     ``{name: "verifiers_adapter:verifiers_turns", load: "my_env:load_environment"}`` with the task
     ``verifiers_adapter:verifiers_episodes`` of the same ``load`` and ``args``, and the reward ``environment``, which
-    records the rubric's functions as ``rubric/NAME``. The environment's own loop runs, with the model's turns in place
-    of requests to a server. Its ``max_turns`` acts, and ``rollout.max_turns`` too.
+    records each rubric function as ``rubric/NAME``. verifiers' own loop runs, with sampled turns instead of server
+    requests. Both ``max_turns`` and ``rollout.max_turns`` apply.
 
     Args:
         load: as of the task.
         args: as of the task.
 
     Source: verifiers, https://github.com/PrimeIntellect-ai/verifiers. It sends the whole conversation as text with
-    each request; here its tokens go on, as in every environment, so a conversation that it changes fails.
+    each request. Here sampled tokens are kept, so episodes that rewrite earlier messages fail.
 
     Raises:
         UsageError: as the task.
@@ -396,32 +394,32 @@ class VerifiersTurns:
         self.done = False
         self._metrics: dict[str, float] = {}
         self._errors: list[str] = []
-        self._messages: list[dict[str, Any]] = []  # of the conversation so far
-        self._asked: _Request | None = None  # what waits for the model
+        self._messages: list[dict[str, Any]] = []  # conversation so far
+        self._asked: _Request | None = None  # pending request
         self._state: Any = None
         self._rollout: asyncio.Task[Any] | None = None
 
     def reset(self, verifiers: Mapping[str, Any] | None = None) -> None:
-        """Begin the environment's loop over a row."""
+        """Start the environment's loop for a row."""
         if verifiers is None:
-            raise EnvironmentFailed("it plays rows of the task verifiers_adapter:verifiers_episodes alone")
+            raise EnvironmentFailed("use it with rows from the task verifiers_adapter:verifiers_episodes")
         self._loop = _free_loop()
         self._wait_for(self._begin(dict(verifiers)))
 
     def respond(self, text: str, calls: list[dict[str, str]], finish: str) -> list[dict[str, str]] | None:
-        """The environment's messages after a turn."""
+        """Pass on a turn; returns the environment's reply."""
         return self._wait_for(self._pass_on(text, calls, finish))
 
     def get_reward(self) -> float:
-        """The reward of the rubric."""
+        """Score the episode with the rubric."""
         return self._wait_for(self._score())
 
     def get_metrics(self) -> dict[str, float]:
-        """What each function of the rubric says."""
+        """Value of each rubric function."""
         return self._metrics
 
     def close(self) -> None:
-        """End the loop if it still runs."""
+        """Stop the environment's loop if it is still running."""
         rollout = self._rollout
         if rollout is not None and not rollout.done():
             rollout.get_loop().call_soon_threadsafe(rollout.cancel)
@@ -431,16 +429,18 @@ class VerifiersTurns:
 
     async def _begin(self, row: dict[str, Any]) -> None:
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
-        _errors.set(self._errors)  # of this task, and of those that it creates
+        _errors.set(self._errors)  # inherited by tasks created here
         client = _asker()(self._requests)
         self._rollout = asyncio.create_task(self._environment.rollout(row, client, "posttrain", {}))
         request = await self._next()
         if request is None:
-            raise EnvironmentFailed("the episode ended before the model's first turn")
+            raise EnvironmentFailed("the episode ended before the first turn")
         if [_shown(one) for one in request.messages] != [_shown(one) for one in row["prompt"]]:
-            raise EnvironmentFailed("it asks with another prompt than the one of its row, which cannot be trained here")
+            raise EnvironmentFailed(
+                "the first request does not match the prompt in its row; such environments are not supported"
+            )
         if request.tools != self.tools:
-            raise EnvironmentFailed("this row has tools of its own, and a prompt shows the same tools in all rows")
+            raise EnvironmentFailed("this row has different tools; tools must be the same for all rows")
         self._messages = request.messages
 
     async def _pass_on(self, text: str, calls: list[dict[str, str]], finish: str) -> list[dict[str, str]] | None:
@@ -462,11 +462,11 @@ class VerifiersTurns:
         before = [*self._messages, *said]
         if request.messages[: len(before)] != before:
             raise EnvironmentFailed(
-                "it asks for a turn in another conversation, or one whose earlier messages it changed; only a "
-                "conversation that goes on can be trained here"
+                "the request does not continue the conversation: earlier messages were changed, or it is a different "
+                "conversation; only a single growing conversation is supported"
             )
         if request.tools != self.tools:
-            raise EnvironmentFailed("it changes its tools within an episode, and a prompt shows them once")
+            raise EnvironmentFailed("tools changed within an episode; they are shown only once, in the prompt")
         self._messages = request.messages
         return self._messages_of(request.messages[len(before) :])
 
@@ -499,13 +499,13 @@ class VerifiersTurns:
         asking.cancel()
         self._state = await self._rollout
         error = self._state.get("error")
-        if error is not None and not isinstance(error, vf.ToolError):  # such ones are the model's, and scored
+        if error is not None and not isinstance(error, vf.ToolError):  # caused by the model, so the episode is scored
             cause = error.__cause__ or error
             raise EnvironmentFailed(harmless(f"{type(cause).__name__}: {cause}"))
         return None
 
     async def _score(self) -> float:
-        """Score the episode. Where no tokens or turns are left, the loop ends as if the prompt had become too long."""
+        """Score the episode. If no tokens or turns are left, end the loop first, like for an overlong prompt."""
         import verifiers as vf
 
         while self._asked is not None:

@@ -129,7 +129,7 @@ def test_group_plays_the_environment_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ("forgetful", "another conversation"),
+        ("forgetful", "a different conversation"),
         ("chatty", "several roles"),
         ("broken", r"ConnectionError: nobody answers \x1b[31m"),
     ],
@@ -149,7 +149,7 @@ def test_reply_that_never_comes_fails_its_episode_alone() -> None:
     ("load", "args", "named"),
     [
         ("verifiers_games:load_streaming", {}, ["environment.load", "Streaming", "vf-eval"]),
-        ("verifiers_games:load_compared", {}, ["environment.load", "whole groups"]),
+        ("verifiers_games:load_compared", {}, ["environment.load", "group rewards"]),
         ("verifiers_games:load_group", {"with_tools": True}, ["environment.load", "a group with tools"]),
         (GAME, {"kind": "chess"}, ["environment.load", "chess"]),
         ("owner/game", {}, ["environment.load", "game:load_environment"]),
