@@ -165,8 +165,8 @@ class Reply:
 class Episode:
     """A completion and its prompt, possibly with several turns.
 
-    ``reward``: from an environment; None without one. ``metrics``: its further numbers. ``messages``: example messages plus the environment's opening;
-    None without an environment. ``failures`` and ``feedback``: see ``Rollout``.
+    ``reward``: from an environment; None without one. ``metrics``: its further numbers. ``messages``: example messages
+    plus the environment's opening; None without an environment. ``failures`` and ``feedback``: see ``Rollout``.
     """
 
     prompt: tuple[int, ...]

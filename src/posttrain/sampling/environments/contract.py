@@ -22,9 +22,9 @@ Compatible with TRL's ``environment_factory``, so existing classes work unchange
 - ``done`` (optional attribute): if true, the episode ends.
 - ``close()`` (optional): release resources.
 
-Methods may be async. An environment is broken if it raises ``EnvironmentFailed``, if ``reset``, ``get_reward``,
-``get_turn_reward``, ``get_metrics``, ``get_feedback`` or ``respond`` fails, or if it is needed while a call hangs. Broken episodes do not count as
-reward 0; they are repeated with the same seed.
+Methods may be async. An environment is broken if it raises ``EnvironmentFailed``, if ``reset``, ``respond``,
+``get_reward``, ``get_turn_reward``, ``get_metrics`` or ``get_feedback`` fails, or if it is needed while a call hangs.
+Broken episodes do not count as reward 0; they are repeated with the same seed.
 """
 
 from __future__ import annotations
