@@ -16,7 +16,7 @@ from posttrain.sampling.environments.replies import EnvironmentReply, HeardTurn,
 from posttrain.sampling.episodes import build_stage
 from posttrain.sampling.fake_engine import FakeEngine
 from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.store.rollouts import read_turns, show_turns, write_turns
+from posttrain.store.turns import read_turns, show_turns, write_turns
 from posttrain.types import Call, Example, Message, Rollout, Turn
 from posttrain.untrusted import declare_code
 from refusing import refuses
