@@ -50,7 +50,8 @@ def distillation(
 
     The sum runs over the K candidates and, with ``tail``, over one more outcome, "any other token",
     whose probability is what is left: ``1 − Σ_K``. Merging outcomes never raises these divergences
-    (data processing), so this is a lower bound; it is exact from K = V − 1 on.
+    (data processing), so this is a lower bound; it is exact from K = V − 1 on. Under sampling replay, both
+    distributions are over the kept set, which takes the place of V.
 
     What goes wrong: With ``forward_kl`` the student must cover all that the teacher may say, and a small student
     spreads too thin. With ``reverse_kl`` it may settle on one way of the teacher. Watch ``entropy``.
