@@ -24,6 +24,8 @@ from posttrain.graders.rewards import refuse_rows
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
+from posttrain.models.forward.routing.replay import refuse_without_experts
+from posttrain.models.load import read_config
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.eval_section import EvalSection
@@ -277,8 +279,12 @@ def _build_tasks(trained: Component, options: EvalSection) -> list[Task]:
 
 
 def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Reject unsupported reward rows and incompatible teacher tokenizers before loading models."""
+    """Reject unsupported reward rows, and models unfit for a teacher or router replay, before loading models."""
     refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
+    if recipe.rollout is not None and recipe.rollout.router_replay:
+        config = read_config(recipe.model)
+        if config is not None:
+            refuse_without_experts(config)
     if recipe.teacher is not None:
         from posttrain.training.parts.teachers import refuse_other_tokenizer
 

@@ -25,7 +25,7 @@ from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.sampling.base import Engine, Sampling
 from posttrain.sampling.rollout import RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
-from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
+from posttrain.training.batch_fields import BatchFields, follows_rules, replays_experts, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.descriptions import describe_choice, describe_rollouts
@@ -158,6 +158,7 @@ class RolloutSource(Source):
             max_turn_tokens=self.options.max_turn_tokens,
             min_p=self.options.min_p,
             keeps_sets=replays_sets(self.options, self.batch_fields.needs),
+            keeps_experts=replays_experts(self.options, self.batch_fields.needs),
             min_tokens=self.options.min_tokens,
             repetition_penalty=self.options.repetition_penalty,
             stop=tuple(self.options.stop),
@@ -215,9 +216,23 @@ class RolloutSource(Source):
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
             self._batch.rules = self.rules
+            self.check_experts(self._batch.experts)
         except (ValueError, KeyError) as error:
             what = "the checkpoint's rollout_buffer.safetensors does not contain the current rollout batch"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
+
+    def check_experts(self, experts: Tensor | None) -> None:
+        """Check expert choices from a checkpoint.
+
+        Raises:
+            ValueError: missing, or for other routers.
+        """
+        replay = self.batch_fields.policy.replay
+        if replay is None:
+            return
+        if experts is None:
+            raise ValueError("no experts")
+        replay.check(experts)
 
     def take_warnings(self) -> list[str]:
         if self.prompts.replaced:
@@ -535,6 +550,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         prefix=len(prompt),
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
         kept=answer.kept,
+        experts=answer.experts,
     )
 
 
