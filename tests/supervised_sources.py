@@ -10,7 +10,7 @@ from posttrain.data.render import Template
 from posttrain.data.render.rows import Shape
 from posttrain.recipes.recipe import Recipe
 from posttrain.training.sources.dataset import ScoredPlaces, SupervisedSource
-from posttrain.training.sources.units import UnitEncoder, Units
+from posttrain.training.sources.units import TaskUnits, UnitEncoder
 
 
 def encoder_of(recipe: Recipe, template: Template, tokenizer: Any, context_tokens: int, shape: Shape) -> UnitEncoder:
@@ -29,7 +29,7 @@ def supervised_source(
 ) -> SupervisedSource:
     """The source of a supervised recipe, without batch fields."""
     assert recipe.data is not None
-    units = Units(task, encoder_of(recipe, template, tokenizer, context_tokens, shape))
+    units = TaskUnits(task, encoder_of(recipe, template, tokenizer, context_tokens, shape))
     scores = (registry.traits_of("objective", recipe.objective.name) or {}).get("scores")
     kinds: dict[Any, ScoredPlaces | None] = {None: None, "process": "steps", "outcome": "tokens"}
     return SupervisedSource(recipe.data, recipe.train, units, scored=kinds.get(scores, "last tokens"))

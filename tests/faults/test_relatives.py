@@ -31,7 +31,7 @@ from posttrain.sampling.native.engine import NativeEngine
 from posttrain.training import advantages, idle_rows, loop, step
 from posttrain.training.sources import RowOrder, rollouts
 from posttrain.training.sources.unit_batches import UnitBatches
-from posttrain.training.sources.units import Units
+from posttrain.training.sources.units import TaskUnits
 from posttrain.types import Loss
 from small_runs import one_layer_recipe, watched
 
@@ -215,7 +215,7 @@ RELATIVES = [
         2,
         SFT,
     ),
-    Fault("chosen and rejected are swapped", of_attribute(Units, "__getitem__", swapped), ("prompts",), 3, DPO),
+    Fault("chosen and rejected are swapped", of_attribute(TaskUnits, "__getitem__", swapped), ("prompts",), 3, DPO),
     Fault("mean of micro-batches' means", of_pieces(True), ("weights", "loss"), 2, SFT | PAIRS_OF_ROWS),
     Fault(
         "a reference of other weights",

@@ -25,7 +25,7 @@ from posttrain.training.checks import resolve_components
 from posttrain.training.files import RunFiles
 from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.training.loop import run_training
-from posttrain.training.sources.units import Units
+from posttrain.training.sources.units import TaskUnits
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 from refusing import refuses
 from small_runs import shallow
@@ -209,8 +209,8 @@ def test_what_was_dropped_is_counted() -> None:
 
     encoder = encoder_of(short, r1_zero(preamble=""), parts.tokenizer, 1024, "pair")
 
-    def read(task: Task) -> Units:
-        return Units(task, encoder)
+    def read(task: Task) -> TaskUnits:
+        return TaskUnits(task, encoder)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
     words = resolve_components(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))

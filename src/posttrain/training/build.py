@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # import only modules needed by the recipe
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
-    from posttrain.training.sources.units import Units
+    from posttrain.training.sources.units import TaskUnits
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     engine = build_engine(components.engine, components.engine_options, "rollout.engine")
     fields = _build_batch_fields(components, models, method, process_group)
     source: SupervisedSource | RolloutSource
-    read: Callable[[Task], Units] | None = None
+    read: Callable[[Task], TaskUnits] | None = None
     if recipe.data is not None:
         read = _unit_reader(recipe.data, recipe.prompt.max_prompt_tokens, components.shape, prompting)
         source = _build_supervised_source(components, read(task), fields, folder)
@@ -338,18 +338,18 @@ def _build_evaluator(
 
 def _unit_reader(
     data: DataSection, max_prompt_tokens: int | None, shape: Shape, prompting: Prompting
-) -> Callable[[Task], Units]:
+) -> Callable[[Task], TaskUnits]:
     """Build a function that encodes a supervised task, used for training and evaluation."""
-    from posttrain.training.sources.units import UnitEncoder, Units
+    from posttrain.training.sources.units import TaskUnits, UnitEncoder
 
     template = prompting.grader.template
     limits = (prompting.context_tokens, max_prompt_tokens)
     encoder = UnitEncoder(prompting.tokenizer, template, data, shape, *limits)
-    return lambda task: Units(task, encoder)
+    return lambda task: TaskUnits(task, encoder)
 
 
 def _build_supervised_source(
-    components: Components, units: Units, fields: BatchFields, folder: Path | None
+    components: Components, units: TaskUnits, fields: BatchFields, folder: Path | None
 ) -> SupervisedSource:
     """Build the supervised source; ``folder`` caches fields that are computed once."""
     from posttrain.training.sources.dataset import ScoredPlaces, SupervisedSource

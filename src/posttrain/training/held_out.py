@@ -43,7 +43,7 @@ from posttrain.training.batch_fields import BatchFields
 from posttrain.training.checks import Components
 from posttrain.training.parts.panel import PromptPanel
 from posttrain.training.sources.unit_batches import UnitBatches
-from posttrain.training.sources.units import Units
+from posttrain.training.sources.units import TaskUnits
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Example, Rollout, with_float64
 
@@ -87,7 +87,7 @@ def build_eval_tasks(trained: Component, options: EvalSection) -> list[Task]:
 
 
 def choose_held_out(
-    read: Callable[[Task], Units], fields: BatchFields, tasks: Sequence[Task], components: Components
+    read: Callable[[Task], TaskUnits], fields: BatchFields, tasks: Sequence[Task], components: Components
 ) -> dict[str, HeldOut]:
     """Choose units for objective or demonstration-loss evaluation, by task label.
 
@@ -126,7 +126,7 @@ def choose_held_out(
     return chosen
 
 
-def _held_out(units: Units, places: Sequence[int], fields: BatchFields | None = None) -> HeldOut:
+def _held_out(units: TaskUnits, places: Sequence[int], fields: BatchFields | None = None) -> HeldOut:
     """Prepare the units at ``places`` for evaluation."""
     units.check_labels(needs_both=False)
     batches = UnitBatches(units, fields)

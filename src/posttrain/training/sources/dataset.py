@@ -11,7 +11,7 @@ from posttrain.recipes.sections import DataSection, TrainSection
 from posttrain.training.batch_fields import BatchFields
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.unit_batches import UnitBatches
-from posttrain.training.sources.units import UNIT_NAMES, Units
+from posttrain.training.sources.units import UNIT_NAMES, TaskUnits
 
 # Positions where a reward model's loss applies.
 ScoredPlaces = Literal["steps", "tokens", "last tokens"]
@@ -36,7 +36,7 @@ class SupervisedSource(Source):
         self,
         data: DataSection,
         train: TrainSection,
-        units: Units,
+        units: TaskUnits,
         fields: BatchFields | None = None,
         cache: Path | None = None,
         scored: ScoredPlaces | None = None,
@@ -98,7 +98,7 @@ class SupervisedSource(Source):
         return sorted(seen)
 
 
-def describe_trained(units: Units, scored: ScoredPlaces | None) -> str:
+def describe_trained(units: TaskUnits, scored: ScoredPlaces | None) -> str:
     """Describe what is trained: positions scored by a reward model, or the fraction of trained tokens.
 
     For units encoded when drawn, counts cover the units encoded at startup.
@@ -128,7 +128,7 @@ def describe_trained(units: Units, scored: ScoredPlaces | None) -> str:
     return share
 
 
-def _trained_part(units: Units) -> str:
+def _trained_part(units: TaskUnits) -> str:
     """Name the effective ``data.train_on``."""
     train_on = units.encoder.data.train_on
     if train_on is not None:

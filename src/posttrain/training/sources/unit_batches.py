@@ -18,7 +18,7 @@ from posttrain.activity import phase
 from posttrain.data.render.rows import TokenRow
 from posttrain.store.durable import replace_file
 from posttrain.training.batch_fields import BatchFields
-from posttrain.training.sources.units import UNIT_NAMES, Unit, Units
+from posttrain.training.sources.units import UNIT_NAMES, TaskUnits, Unit
 from posttrain.types import Batch, Sample, collate
 
 FIXED_CHUNK = 256
@@ -40,7 +40,7 @@ class UnitBatches:
     tokens, so changed units are computed again.
     """
 
-    def __init__(self, units: Units, fields: BatchFields | None) -> None:
+    def __init__(self, units: TaskUnits, fields: BatchFields | None) -> None:
         self.units = units
         self.batch_fields = fields
         self.rows_per_unit = 1

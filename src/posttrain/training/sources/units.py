@@ -157,7 +157,7 @@ class UnitEncoder:
         return None
 
 
-class Units(Sequence[Unit]):
+class TaskUnits(Sequence[Unit]):
     """Usable training units of a task, in task order.
 
     In-memory examples are all encoded at startup, and unusable units are dropped. For on-demand examples, the first
