@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_676,
     "recipes": 14_218,
     "reports": 17_612,
-    "runs": 46_278,
+    "runs": 46_327,
     "sampling": 62_110,
     "store": 20_823,
     "sweeps": 26_357,
     "terminal": 4_377,
-    "training": 71_032,
+    "training": 73_173,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
