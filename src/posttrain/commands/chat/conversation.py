@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from posttrain.commands.chat.tools import ToolUse, offered, write_calls
+from posttrain.commands.chat.tools import ToolUse, offered, show_calls
 from posttrain.commands.options import chosen_components
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.assistant import opening_of
@@ -179,7 +179,7 @@ class ChatSession:
                     yield added
                 reply = tools.pass_on(turn, self.finish)
                 if tools.calls:
-                    yield ToolNotice(f"\n{write_calls(tools.calls)}\n")
+                    yield ToolNotice(f"\n{show_calls(tools.calls)}\n")
                 if tools.failure:
                     yield ToolNotice(f"\n-> failed: {tools.failure}\n")
                 if reply.finish is not None:

@@ -1,4 +1,4 @@
-"""Tools in conversations: calls run with the limits of training, in the same sandboxes."""
+"""Tool calls in conversations, executed as in training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TOOLS = "--no-tools"
 
 @dataclass(slots=True)
 class ToolUse:
-    """Tools offered in a conversation, and the environment they belong to, if any."""
+    """Tools available in a conversation, with their environment if any."""
 
     stage: Stage
     sampler: OpenedModel
@@ -32,10 +32,10 @@ class ToolUse:
     _actor: Actor | None = None
 
     def open(self, seed: int) -> str:
-        """Begin an episode unless one is in progress. Returns the environment's opening, which may be empty.
+        """Start an episode unless one is in progress. Returns the environment's opening, possibly empty.
 
         Raises:
-            UsageError: the environment cannot begin without a task's example.
+            UsageError: the environment failed, for example because it requires fields from a dataset row.
         """
         if self.session is not None:
             self.session.num_late = 0
@@ -44,17 +44,19 @@ class ToolUse:
         session.begin(Example("chat", ()), seed)
         opening = session.opening()
         if session.failure:
-            raise UsageError(f"environment {self.stage.toolset.name!r}: {session.failure}; {NO_TOOLS} talks without it")
+            raise UsageError(
+                f"environment {self.stage.toolset.name!r}: {session.failure}; use {NO_TOOLS} to chat without it"
+            )
         self.session = session
         return opening
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Begin an answer following ``prompt``."""
+        """Start an answer to ``prompt``."""
         assert self.session is not None, "opened"
         self._actor = Actor(self.session, prompt)
 
     def pass_on(self, turn: Sequence[int], finish: Finish) -> Reply:
-        """Run the calls of a turn. Afterwards ``calls`` lists them, and ``failure`` says if the environment failed."""
+        """Run a turn's calls, and set ``calls`` and ``failure``."""
         actor = self._actor
         assert actor is not None, "begun"
         assert self.session is not None, "opened"
@@ -68,7 +70,7 @@ class ToolUse:
         return reply
 
     def follow(self, content: str, last: int) -> list[int] | None:
-        """Tokenize a user message following an answer; None if the template renders no second question."""
+        """Tokenize a user message following an answer; None without a chat template."""
         template = self.stage.template
         if not template.chat:
             return None
@@ -76,7 +78,7 @@ class ToolUse:
         return frame.encode(self.sampler.tokenizer, template, [content], ("", ""), last)
 
     def reset(self) -> None:
-        """End the episode; the next message begins another."""
+        """End the episode. The next message starts a new one."""
         session = self.session
         self.session = None
         if session is not None:
@@ -87,24 +89,22 @@ class ToolUse:
 
 @contextmanager
 def offered(sampler: OpenedModel, template: Component | None, tools: Sequence[Component]) -> Iterator[ToolUse | None]:
-    """Offer given tools, or those of the model's run if none are given; None if there are none.
+    """Provide the given tools, or the run's own if none are given; None if there are none.
 
     Raises:
         UnallowedCode: the run's recipe names code that was not allowed.
-        UsageError: unusable tools, or an environment that replies in place of a user.
+        UsageError: unusable tools, or an environment that replies as a user.
     """
     try:
         stage = _stage_of(sampler, template, tools)
     except UnallowedCode as error:
-        raise UnallowedCode(f"{error}; {NO_TOOLS} talks without it") from None
+        raise UnallowedCode(f"{error}; use {NO_TOOLS} to chat without it") from None
     if stage is None:
         yield None
         return
     try:
         if stage.toolset.responder is not None:
-            raise UsageError(
-                f"environment {stage.toolset.name!r}: it replies in your place; {NO_TOOLS} talks without it"
-            )
+            raise UsageError(f"environment {stage.toolset.name!r}: it replies as the user; use {NO_TOOLS}")
         grader = replace(sampler.grader, template=stage.template)
         with Pool() as pool:
             use = ToolUse(stage, replace(sampler, grader=grader, stage=stage), pool)
@@ -122,7 +122,7 @@ def _stage_of(sampler: OpenedModel, template: Component | None, tools: Sequence[
     return set_stage(build_toolset(None, tools), sampler.grader.template, sampler.tokenizer, {})
 
 
-def write_calls(calls: Sequence[Call]) -> str:
+def show_calls(calls: Sequence[Call]) -> str:
     """Format calls and results, one per line."""
     lines = []
     for call in calls:
