@@ -205,7 +205,7 @@ def run_trl(task: str, seed: int, most_steps: int, target: float) -> Curve:
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert tokenizer(text)["input_ids"] == list(ids), f"TRL would read other tokens: {text!r}"
         texts.append(text)
-    examples = [source.task.examples[index] for index in source.prompts.indices]
+    examples = [source.prompts.task.examples[index] for index in source.prompts.indices]
     columns = {"prompt": texts, "item": list(range(len(texts))), "ids_of_prompt": all_ids}
     rows = recipe.rollout.num_prompts * recipe.rollout.group_size
     scaling = {"centered": "none", "normalized": "group"}[recipe.advantage.name]

@@ -143,13 +143,45 @@ class KeptSets:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """Expert ids chosen by a sampler's routers, per position, router (in layer order) and choice.
+
+    ``ids``: little-endian ``int16`` in this order, for ``num_positions`` × ``num_routers`` × ``top_k`` choices. -1
+    means unknown. Positions cover prompt and completion, except the last token, which the sampler never reads.
+    """
+
+    num_positions: int
+    num_routers: int
+    top_k: int
+    ids: bytes
+
+    @classmethod
+    def of(cls, chosen: Tensor) -> ExpertChoices:
+        """Build from ids ``[positions, routers, top_k]`` on the CPU."""
+        num_positions, num_routers, top_k = chosen.shape
+        return cls(num_positions, num_routers, top_k, chosen.numpy().astype("<i2").tobytes())
+
+    def tensor(self) -> Tensor:
+        """Convert to ``int16 [positions, routers, top_k]``.
+
+        Raises:
+            ValueError: sizes and ids do not match.
+        """
+        import numpy as np
+        import torch
+
+        ids = np.frombuffer(self.ids, dtype="<i2").astype(np.int16)
+        return torch.from_numpy(ids.reshape(self.num_positions, self.num_routers, self.top_k))
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """Sampled answer to a prompt.
 
     ``ids`` include the end token if ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) use the sampling
     temperature. They refer to the whole distribution before top-k or top-p, or, given ``kept``, to the truncated
     distribution. ``version``: weight update count at sampling time. ``own``: marks model-generated ids in multi-turn
-    completions (None: all); environment ids have log-probability 0. ``kept``: None unless requested.
+    completions (None: all); environment ids have log-probability 0. ``kept``, ``experts``: None unless requested.
     """
 
     ids: tuple[int, ...]
@@ -158,6 +190,7 @@ class Completion:
     version: int = 0
     own: tuple[bool, ...] | None = None
     kept: KeptSets | None = None
+    experts: ExpertChoices | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -251,6 +284,7 @@ class Sample:
 
     Rows sharing a ``group`` (prompt) have identical first ``prefix`` tokens, so the forward pass may compute these
     once. ``fields`` hold a float per token or per row. ``kept``: truncation sets for the trailing completion ids.
+    ``experts``: the sampler's expert choices, for the leading ids.
     """
 
     ids: Sequence[int]
@@ -259,6 +293,7 @@ class Sample:
     prefix: int = 0
     fields: dict[str, Sequence[float] | float] = field(default_factory=dict)
     kept: KeptSets | None = None
+    experts: ExpertChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +350,8 @@ class Batch:
     ``float32 [B, T]`` for token objectives, ``[U]`` for unit objectives. ``rows_per_unit``: 1, or 2 for pairs
     (chosen, then rejected); units stay together, in order. ``answers`` ``int64 [B]``: index among the batch's sampled
     answers, or within the data; None if unused. ``kept``: log-probabilities range over these sets; None: whole
-    vocabulary. ``rules``: sampling rules applied to log-probabilities.
+    vocabulary. ``rules``: sampling rules applied to log-probabilities. ``experts`` ``int16 [B, T, routers, k]``:
+    expert ids for router replay, -1 where the model chooses; None: the model chooses everywhere.
     """
 
     tokens: Tensor
@@ -329,6 +365,7 @@ class Batch:
     answers: Tensor | None = None
     kept: KeptRows | None = None
     rules: LogitRules | None = None
+    experts: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -345,6 +382,20 @@ class Batch:
         if LEFT_OUT not in self.fields:
             return self.mask
         return self.mask & (self.fields[LEFT_OUT] == 0)[:, None]
+
+    @property
+    def prompt_groups(self) -> Tensor:
+        """``int64 [B]``: groups whose rows can share a prompt; under router replay, its experts must match, too."""
+        if self.experts is None:
+            return self.group
+        import torch
+
+        numbers: dict[tuple[int, bytes], int] = {}
+        found: list[int] = []
+        for row, (group, prefix) in enumerate(zip(self.group.tolist(), self.prefix.tolist(), strict=True)):
+            key = (group, self.experts[row, :prefix].numpy().tobytes())
+            found.append(numbers.setdefault(key, len(numbers)))
+        return torch.tensor(found)
 
     def field(self, name: str) -> Tensor:
         """Look up a batch field; objectives list required fields in ``needs``."""
@@ -379,10 +430,14 @@ class Batch:
         kept = self.kept
         if kept is not None:
             kept = kept.select(index.cpu(), width)
+        experts = self.experts
+        if experts is not None:
+            experts = experts[index.cpu(), :width]
         return replace(
             self,
             answers=answers,
             kept=kept,
+            experts=experts,
             tokens=pick(self.tokens),
             lengths=lengths,
             mask=pick(self.mask),
@@ -430,13 +485,15 @@ class Outputs:
     logprobs ``float32 [B, T]``, zero outside the mask; entropy ``float32 [B, T]`` per token (detached unless an
     objective requests gradients). scores ``float32 [B, T]`` (``[B, T, C]`` for C classes): value heads score the
     state *before* token t; reward heads score *at* token t. candidate_logprobs ``float32 [B, T, K]`` for tokens in
-    field ``teacher_ids``.
+    field ``teacher_ids``. rerouted ``float32 [B, T]``: under router replay, the fraction of routers that choose
+    other experts by themselves, at the position that predicts token t.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     scores: Tensor | None = None
     candidate_logprobs: Tensor | None = None
+    rerouted: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -480,6 +537,7 @@ def collate(samples: Sequence[Sample], pad_id: int = 0, rows_per_unit: int = 1) 
         fields={name: padded([s.fields[name] for s in samples], torch.float32) for name in samples[0].fields},
         rows_per_unit=rows_per_unit,
         kept=_collate_kept(samples, padded),
+        experts=_collate_experts(samples, max(lengths)),
     )
 
 
@@ -499,3 +557,19 @@ def _collate_kept(samples: Sequence[Sample], padded: Callable[..., Tensor]) -> K
         counts.append(before + sample.kept.counts)
         ids += sample.kept.ids
     return KeptRows(torch.tensor(ids, dtype=torch.int32), padded(starts, torch.long), padded(counts, torch.long))
+
+
+def _collate_experts(samples: Sequence[Sample], width: int) -> Tensor | None:
+    """Pad expert choices with -1 to ``int16 [B, width, routers, k]``; None without any."""
+    import torch
+
+    first = samples[0].experts
+    if first is None:
+        return None
+    shape = (len(samples), width, first.num_routers, first.top_k)
+    table = torch.full(shape, -1, dtype=torch.int16)
+    for row, sample in enumerate(samples):
+        assert sample.experts is not None, "all rows of a batch are sampled alike"
+        assert sample.experts.num_positions <= len(sample.ids), "one choice per token"
+        table[row, : sample.experts.num_positions] = sample.experts.tensor()
+    return table

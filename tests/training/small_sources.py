@@ -100,7 +100,12 @@ def sampled(
     needs = words.needs - {"ref_logprobs", "kl_baseline"}
     fields = BatchFields(needs, recipe, None, 1024)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
-    return build_rollout_source(words, task, Prompting(tokenizer, 1024, 1024, grader), engine, fields)
+    return build_rollout_source(words, task, Prompting(tokenizer, 1024, _row_limit(recipe), grader), engine, fields)
+
+
+def _row_limit(recipe: Recipe) -> int:
+    assert recipe.rollout is not None
+    return recipe.rollout.within(1024)
 
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,7 +82,7 @@ def by_the_definition(staleness: int) -> Callable[..., TrainerState]:
             versions.append(copy.deepcopy(parts.model))
             assert len(versions) == cycle + 1
             version = max(0, cycle - staleness)
-            source.engine = NativeEngine(versions[version])
+            source.sampler = replace(source.sampler, engine=NativeEngine(versions[version]))
             source.engine.sync(version * source.updates)
             return draw(step, cycle)
 

@@ -301,7 +301,8 @@ def lie_a_little(parts: TrainerState) -> None:
         return [[off(completion) for completion in group] for group in generate(*given)]
 
     fake_methods = {"generate": staticmethod(lying), "sync": lambda self, version: None, "rest": lambda self: None}
-    parts.source.engine = type("Lying", (), fake_methods)()  # type: ignore[union-attr,assignment]
+    engine = type("Lying", (), fake_methods)()
+    parts.source.sampler = replace(parts.source.sampler, engine=engine)  # type: ignore[union-attr]
 
 
 # --- teachers ---

@@ -101,17 +101,17 @@ def test_replacement_does_not_depend_on_what_was_drawn_before(tokenizer, templat
     long = [*range(NUM_PROBED, NUM_PROBED + 40), SIZE - 1]
     task, _ = on_demand(SIZE, long)
     limit = limit_of(tokenizer, template)
-    whole = Prompts(task, tokenizer, template, limit)
+    whole = Prompts(task, tokenizer, template, 1024, limit)
     in_order = [whole.draw(place).index for place in range(SIZE)]
     for place in (NUM_PROBED + 39, NUM_PROBED, SIZE - 1):
-        assert Prompts(task, tokenizer, template, limit).draw(place).index == in_order[place]
+        assert Prompts(task, tokenizer, template, 1024, limit).draw(place).index == in_order[place]
     assert in_order[NUM_PROBED] == NUM_PROBED + 40
     assert in_order[SIZE - 1] == 0
 
 
 def test_stored_prompt_that_cannot_have_been_drawn_is_refused(tokenizer, template) -> None:
     task, _ = on_demand(SIZE, [SIZE - 1])
-    prompts = Prompts(task, tokenizer, template, limit_of(tokenizer, template))
+    prompts = Prompts(task, tokenizer, template, 1024, limit_of(tokenizer, template))
     assert prompts.at(4).example == task.examples[4]
     for index in (SIZE - 1, SIZE):
         with pytest.raises(LookupError):
@@ -133,9 +133,9 @@ def test_mixture_reads_rows_in_memory_and_replaces_within_part(tokenizer, templa
     examples = _mixed(tasks, take_turns([1.0, 1.0], [SIZE, 40]))
     parts = (TaskPart("made", 1.0), TaskPart("read", 1.0))
     mixture = Task("mixture", "train", examples, parts=parts)
-    prompts = Prompts(mixture, tokenizer, template, limit_of(tokenizer, template))
+    prompts = Prompts(mixture, tokenizer, template, 1024, limit_of(tokenizer, template))
     assert sorted(set(items)) == list(range(NUM_PROBED))
-    assert prompts.num_left_out == 1
+    assert sum(prompts.dropped.values()) == 1
     assert [prompts.parts.count(name) for name in ("made", "read")] == [SIZE, 39]
     drawn = [prompts.draw(place) for place in range(len(prompts.indices))]
     assert [prompt.example.meta["part"] for prompt in drawn] == list(prompts.parts)

@@ -16,7 +16,7 @@ from posttrain.algorithms.objectives.supervised import cross_entropy
 from posttrain.errors import RecipeError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.packing import pack
-from posttrain.models.forward.routers import RouterSums, configured_coefficient, find_routers, rows_of_tokens
+from posttrain.models.forward.routing.routers import RouterSums, configured_coefficient, find_routers, rows_of_tokens
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.parts.balancing import RouterBalancing, build_balancing
 from posttrain.training.step import Method, accumulate

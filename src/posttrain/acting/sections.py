@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.acting.facts import ActsIf, Rounding, RunFacts
+from posttrain.acting.facts import ActsIf, Rounding, RunFacts, SwitchedOff
 
 
 def _no_kl(facts: RunFacts, key: str) -> str:
@@ -69,6 +69,19 @@ def _old_logprobs(facts: RunFacts, key: str) -> str:
     if facts.rounds or facts.get("rollout.staleness"):
         return ""
     return Rounding("the native engine samples in fp32 with the trainer's own weights, so both agree")
+
+
+_OF_SAMPLER = frozenset({"advantages", "sampler_logprobs", "returns", "rewards", "has_feedback", "old_values"})
+
+
+def _routes_alike(facts: RunFacts, key: str) -> str:
+    if not facts.get(key):
+        return SwitchedOff("the model routes by itself")
+    if _OF_SAMPLER.isdisjoint(facts.needs):
+        return "the objective does not follow the sampler"
+    if facts.rounds or not facts.is_on_policy:
+        return ""
+    return Rounding("each answer is trained once, in fp32 with the weights that sampled it, so both route alike")
 
 
 def _one_batch(facts: RunFacts, key: str) -> str:
@@ -179,6 +192,10 @@ IF_REFERENCE_MOVES = ActsIf("below train.steps", _never_moves, "Set reference.ev
 IF_LABELS_ARE_READ = ActsIf("if the objective uses labels, such as kto", _no_labels)
 IF_OLD_LOGPROBS_ARE_READ = ActsIf(
     "if the objective uses ratios, and sampler and trainer differ: different engine, or bf16", _old_logprobs
+)
+IF_ROUTING_DIFFERS = ActsIf(
+    "if the objective follows the sampler, and routing may differ: several updates per batch, staleness, or bf16",
+    _routes_alike,
 )
 IF_SEVERAL_BATCHES = ActsIf("from the second batch of answers on", _one_batch, "Set train.steps")
 IF_TURN_IS_SHORTER = ActsIf("below rollout.max_tokens", _turn_fits)

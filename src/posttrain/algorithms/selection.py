@@ -1,9 +1,8 @@
-"""Selections of the sampled completions that are trained on, in units. Pure.
+"""Selections: which sampled completions to train on, in units. Pure.
 
-Each selection takes the rewards of one rollout batch as ``float64 [N, G]`` (N prompts, G samples each)
-and returns units: tuples of places ``(prompt, sample)``, one place per row, or two per pair, the
-chosen one first. Units come in order of their prompt. Rejection sampling, expert iteration and
-preference data from the model's own samples are such selections.
+Selections map rewards of one rollout batch, ``float64 [N, G]`` (N prompts, G samples each), to units: tuples of places
+``(prompt, sample)``. Rows have one place; pairs have two, chosen first. Units are in prompt order. Examples: rejection
+sampling, expert iteration, preference data from model samples.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Units = list[tuple[Place, ...]]
 
 
 def choose_units(select: Callable[[Tensor], Any], rewards: Rewards, rows_per_unit: int) -> Units:
-    """Call a selection and check its result: places of these rewards, ``rows_per_unit`` in each unit.
+    """Call a selection, and check that it returns ``rows_per_unit`` valid places per unit.
 
     Raises:
-        RunFailure: the function raised.
-        UsageError: it returned something else.
+        RunFailure: the function failed.
+        UsageError: invalid result.
     """
     units = registry.call("rollout.select", select, rewards)
     prompts, group = rewards.shape
@@ -49,7 +48,7 @@ def choose_units(select: Callable[[Tensor], Any], rewards: Rewards, rows_per_uni
 
 @register("selection", level="row", takes_all=True)
 def every(rewards: Rewards) -> Units:
-    """Every completion that was sampled, in order."""
+    """Select every sampled completion, in order."""
     prompts, group = rewards.shape
     return [((n, g),) for n in range(prompts) for g in range(group)]
 
@@ -58,13 +57,13 @@ def every(rewards: Rewards) -> Units:
 def best_of(
     rewards: Rewards, *, keep: Annotated[int, Range(ge=1), if_below_share_of_group(1)] = 1, above: float | None = None
 ) -> Units:
-    """The ``keep`` completions of highest reward of each prompt; of equal ones those sampled first.
+    """Select the ``keep`` highest-reward completions per prompt; earlier samples win ties.
 
     Best-of-n, rejection sampling (Touvron et al. 2023, "Llama 2", arXiv 2307.09288, section 3.2.3).
 
     Args:
         keep: completions per prompt.
-        above: if given, only those whose reward is higher than this; a prompt may then give none.
+        above: require rewards above this value, so that some prompts may contribute none; null accepts any.
     """
     units: Units = []
     for n, row in enumerate(rewards.tolist()):
@@ -75,16 +74,16 @@ def best_of(
 
 @register("selection", level="row")
 def above(rewards: Rewards, *, threshold: float) -> Units:
-    """Every completion whose reward is higher than ``threshold``.
+    """Select every completion with reward above ``threshold``.
 
     Expert iteration (Anthony et al. 2017, arXiv 1705.08439; for language models STaR, Zelikman et al. 2022, arXiv
-    2203.14465, and ReST-EM, Singh et al. 2023): keep what was right, imitate it, sample again.
+    2203.14465, and ReST-EM, Singh et al. 2023): keep correct answers, imitate them, and sample again.
 
-    What goes wrong: If no answer passes the threshold, the step trains nothing. Start from a model that is
-    sometimes correct.
+    What goes wrong: If no answer passes the threshold, the step trains on nothing. Start from a model that is sometimes
+    correct.
 
     Args:
-        threshold: in units of the reward.
+        threshold: in reward units.
     """
     return [((n, g),) for n, row in enumerate(rewards.tolist()) for g, r in enumerate(row) if r > threshold]
 
@@ -93,22 +92,22 @@ def above(rewards: Rewards, *, threshold: float) -> Units:
 def balanced(
     rewards: Rewards, *, threshold: float = 0.5, keep: Annotated[int, Range(ge=1), if_below_share_of_group(2)] = 1
 ) -> Units:
-    """As many completions with a reward above ``threshold`` as without, at most ``keep`` of each a prompt.
+    """Select equal numbers of completions above and below ``threshold``, up to ``keep`` of each per prompt.
 
-    The rows of ``right_and_wrong``, unpaired: for objectives that read labels, such as ``kto``.
+    Gives the rows of ``right_and_wrong`` unpaired, for objectives with labels such as ``kto``.
 
     Args:
-        threshold: a reward above it is right; in units of the reward.
-        keep: right completions per prompt at most, and as many wrong ones.
+        threshold: rewards above it count as correct.
+        keep: maximum correct completions per prompt, with as many wrong completions.
     """
     return [(place,) for pair in right_and_wrong(rewards, threshold=threshold, num_pairs=keep) for place in pair]
 
 
 @register("selection", level="pair")
 def best_and_worst(rewards: Rewards) -> Units:
-    """One pair per prompt: the completion of highest reward and that of lowest.
+    """Pair each prompt's highest-reward completion with its lowest.
 
-    Of equal ones those sampled first. A prompt whose rewards are all equal gives no pair.
+    Earlier samples win ties. Prompts with equal rewards give no pair.
     """
     units: Units = []
     for n, row in enumerate(rewards.tolist()):
@@ -122,14 +121,13 @@ def best_and_worst(rewards: Rewards) -> Units:
 def right_and_wrong(
     rewards: Rewards, *, threshold: float = 0.5, num_pairs: Annotated[int, Range(ge=1), if_below_share_of_group(2)] = 1
 ) -> Units:
-    """Pairs of a completion with a reward above ``threshold`` and one without, at most ``num_pairs`` a prompt.
+    """Pair completions above ``threshold`` with others, up to ``num_pairs`` per prompt.
 
-    Each completion is in at most one pair; the i-th right one meets the i-th wrong one, in the order
-    in which they were sampled.
+    Each completion is used at most once: the i-th correct sample is paired with the i-th wrong sample.
 
     Args:
-        threshold: a reward above it is right; in units of the reward.
-        num_pairs: pairs per prompt at most.
+        threshold: rewards above it count as correct.
+        num_pairs: maximum pairs per prompt.
     """
     units: Units = []
     for n, row in enumerate(rewards.tolist()):

@@ -36,7 +36,7 @@ from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import read_component
 from posttrain.registry import stop_import
-from posttrain.sampling.rollout import RolloutRequest, Sampler, collect
+from posttrain.sampling.rollout import RolloutRequest, collect
 from posttrain.store.durable import storage_errors
 from posttrain.training.batch_fields import needed_fields
 from posttrain.training.build import TrainerState, prepare
@@ -171,8 +171,7 @@ class Trainer:
         )
         self._calls += 1
         source.engine.sync(self.step)
-        sampler = Sampler(source.engine, self.tokenizer, source.grader, source.context_tokens, stage=source.stage)
-        groups, _ = collect(sampler, request)
+        groups, _ = collect(source.sampler, request)
         source.engine.rest()
         return groups
 

@@ -141,7 +141,7 @@ def read_config(section: ModelSection) -> Any | None:
     if section.init is not None:
         _check_architecture(section.init)
         options = {"vocab_size": section.init.tokenizer.vocab_size, **section.init.config}
-        with reading_model("model.init", section.init.architecture):
+        with _building(section.init):
             return AutoConfig.for_model(section.init.architecture, **options)
     source = resolve_model_name(section.name)
     while is_adapter(source):
@@ -492,23 +492,34 @@ def _check_architecture(init: InitSection) -> None:
     check_sizes(init.config, "model.init.config.")
 
 
+@contextmanager
+def _building(init: InitSection) -> Iterator[None]:
+    """Turn whatever libraries raise for the settings of a new model into one error.
+
+    Raises:
+        UsageError: names the architecture.
+    """
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:  # libraries raise anything for settings that do not fit
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
+
+
 def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
     _check_architecture(init)
     from posttrain.models.tokenizer import train_tokenizer  # of a new model alone
 
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
-    try:
+    with _building(init):
         config = AutoConfig.for_model(init.architecture, **{"vocab_size": len(tokenizer), **ids, **init.config})
         _check_room(init, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key(seed, "model weights") % (1 << 63))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except PosttrainError:
-        raise
-    except Exception as error:  # libraries raise anything for settings that do not fit
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
     if config.vocab_size < len(tokenizer):
         raise UsageError(
             f"model.init.config.vocab_size: {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens"

@@ -150,10 +150,6 @@ OPTIONS = {
         "label_smoothing_factor class_weights focal_loss use_eaft eaft_alpha use_eaft_loss eaft_k"
     ),
     "a model's own loss terms are not trained": ("z_loss mtp"),
-    "a router's choices are computed again in training; correction weighs the difference": (
-        "enable_router_replay enable_rollout_routing_replay router_replay routing_replay r3 "
-        "enable_return_routed_experts"
-    ),
     "rewards are used as they are; advantage: normalized or batch_normalized scales them": (
         "reward_clip_range reward.clip_range cliprange_reward normalize_reward reward.normalize_enable "
         "use_score_scaling use_score_norm score_clip reward_scaling reward_clip whiten_rewards reward_shaping "

@@ -262,6 +262,9 @@ SAID = {
     'train.lr_ratios: {"*embed_tokens*": 0.1}, multiples of train.lr by the names of weights': (
         "embedding_lr embedding_lr_scale lr_groups"
     ),
+    "rollout.router_replay: true, with the experts that the sampler chose (R3), not an earlier trainer pass (R2)": (
+        "r3 routing_replay use_routing_replay router_replay.mode router_replay_mode"
+    ),
     "optimizer: adamw_8bit": "use_8bit_optimizer",
     "objective: ipo": "ipo_enable",
     "objective: {name: grpo, clip_max: 3.0}, the dual clip, or ppo with clip_max": (

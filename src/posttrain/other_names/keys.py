@@ -126,6 +126,10 @@ KEYS = {
         "mask_truncated_completions overlong_filtering mask_truncated overlong_mask overlong_filter "
         "zero_truncated_completions"
     ),
+    "rollout.router_replay": (
+        "router_replay enable_router_replay enable_rollout_routing_replay use_rollout_routing_replay "
+        "enable_return_routed_experts rollout_router_replay"
+    ),
     "rollout.staleness": (
         "async_level max_staleness async_steps max_off_policy_steps off_policy_steps max_async_level "
         "max_head_offpolicyness"
@@ -256,7 +260,7 @@ FAMILIES = {
     "cosine_scaled_reward": "cosine_m*_len* repetition_*",
     "early_stopping": "early_stop* loss_watchdog_*",
     "ema": "ema_* bema_*",
-    "router_replay": "router_replay_*",
+    "r3": "router_replay_*",
     "rollout_is": "rollout_is_* rollout_rs_* rollout_correction",
     "sandbox_fusion": "code_pass_* code_apply_* sandbox_*",
     "llm_judge_model": "llm_judge_* judge_*",

@@ -16,6 +16,9 @@ NOT_NEEDED = {
     "the end of an answer is the tokenizer's, or that of its chat template": (
         "eos_token stop_token eos_token_id eot_tokens stop_token_id"
     ),
+    "rollout.router_replay passes the experts on in memory and in checkpoints": (
+        "router_replay.record_file router_replay.replay_file"
+    ),
     "with rollout.top_p, top_k or min_p the sets that sampling kept are replayed in training": (
         "keep_sampling_mask sampling_replay sampling_mask return_sampling_mask enable_return_sampling_mask "
         "use_sampling_mask replay_sampling_mask mask_replay keep_sampling_masks"

@@ -170,6 +170,8 @@ class Recipe(Content):
         whole = ": not supported with sharded weights; use scale.sharding none, or remove it"
         for key in ("router_aux_loss_coef", "ema_decay"):
             yield getattr(self.train, key) and is_sharded, f"train.{key}", whole
+        replays = self.rollout is not None and self.rollout.router_replay
+        yield replays and is_sharded, "rollout.router_replay", whole
         if self.teacher is None:
             return
         yield self.teacher.weights == "ema" and is_sharded, "teacher.weights", whole

@@ -300,6 +300,8 @@ class RolloutSection(Section):
         uniform_by: reward component used to detect uniform groups: ``reward`` (the sum), ``correct``, ...
         max_rounds: maximum prompt batches to sample per training batch, with ``drop_uniform_groups``.
         old_logprobs: log-probabilities before the update, taken from the ``sampler`` or recomputed by the ``trainer``.
+        router_replay: train mixture-of-experts policies with the experts chosen while sampling (R3, arXiv 2510.11370).
+            Gate weights are the trainer's. Reference, teacher and a separate critic route by themselves.
         select: completions to train on, and their units. Defaults to all, or to the best and worst per prompt for
             pairwise objectives.
         label_above: completions with rewards above this value are labeled desirable, for objectives that use labels.
@@ -330,6 +332,7 @@ class RolloutSection(Section):
     uniform_by: Annotated[str, conditions.IF_GROUPS_ARE_DROPPED] = "reward"
     max_rounds: Annotated[int, conditions.IF_GROUPS_ARE_DROPPED] = Field(default=4, ge=1)
     old_logprobs: Annotated[Literal["sampler", "trainer"], conditions.IF_OLD_LOGPROBS_ARE_READ] = "sampler"
+    router_replay: Annotated[bool, conditions.IF_ROUTING_DIFFERS] = False
     select: Component | None = None
     label_above: Annotated[float, conditions.IF_LABELS_ARE_READ] = 0.5
     mask_truncated: bool = False

@@ -10,12 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.errors import UsageError
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, Within
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Finish, KeptSets, LogitRules, Message, Turn
+from posttrain.types import Completion, ExpertChoices, Finish, KeptSets, LogitRules, Message, Turn
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNLIMITED_CONTEXT = 1 << 31
 SMALLEST_TEMPERATURE = 1e-5  # anything below is greedy, as in vLLM
@@ -32,7 +35,8 @@ class Sampling:
     with at least ``min_p`` times the largest probability, then the ``top_k`` most likely, then the smallest nucleus
     reaching ``top_p``. Log-probabilities use the full distribution at ``temperature`` (1 if greedy), before
     truncation. With ``keeps_sets``, completions include their kept sets, at most ``MOST_KEPT`` tokens each, and
-    log-probabilities are normalized over them.
+    log-probabilities are normalized over them. With ``keeps_experts``, completions include the experts chosen by the
+    model's routers.
 
     Generation ends at any ``stop_ids`` token, which is kept, or after ``max_tokens``. ``max_total_tokens`` limits
     prompt plus completion. ``max_turn_tokens`` limits each turn; ``max_tokens`` then covers all turns and replies.
@@ -53,6 +57,7 @@ class Sampling:
     num_tokens: int | None = None
     min_p: float = 0.0
     keeps_sets: bool = False
+    keeps_experts: bool = False
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
@@ -206,6 +211,7 @@ class Conversation:
     kept_ids: list[int] = field(default_factory=list)  # all kept sets, concatenated
     kept_counts: list[int] = field(default_factory=list)
     num_cut: int = 0  # sets truncated to MOST_KEPT
+    experts: list[Tensor] = field(default_factory=list)  # chosen at positions read so far, int16 [positions, ...]
 
     def take_sets(self, kept: KeptSets | None, room: int) -> None:
         """Append kept sets for the first ``room`` ids in a turn."""
@@ -254,7 +260,13 @@ class Conversation:
         kept: KeptSets | None = None
         if self.kept_counts:
             kept = KeptSets.of_counts(self.kept_ids, self.kept_counts, self.num_cut)
-        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None, kept)
+        experts: ExpertChoices | None = None
+        if self.experts:
+            import torch
+
+            experts = ExpertChoices.of(torch.cat(self.experts))
+        own = tuple(self.own) or None
+        return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, own, kept, experts)
 
 
 def begin(

@@ -218,6 +218,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("router_aux_loss", "number", "lower", "Auxiliary loss of the routers (mixture of experts), without its "
                "coefficient: E times the product of an expert's share and its mean probability, summed over experts."),
         Metric("router_max_load", "number", "lower", "Load of the busiest expert, divided by the mean load."),
+        Metric("routing_mismatch", "share", "none", "Under `rollout.router_replay`: fraction of routers, per trained "
+               "token, that would have chosen other experts than the sampler did."),
         Metric("padding_share", "share", "lower", "Fraction of computed positions that are padding."),
     ),
     "Preferences and reward models": (

@@ -52,11 +52,13 @@ class Scorer:
     """Gradient-free forward pass over a batch, in micro-batches shared across processes.
 
     Every process gets all results, on CPU. ``rows``: compute only these rows; other results are 0.
+    ``replays_experts``: False for other models than the policy, whose routers choose by themselves.
     """
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     micro_batches: MicroBatching
     rows: Sequence[int] | None = None
+    replays_experts: bool = True
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -68,8 +70,10 @@ class Scorer:
         if self.rows is not None and not self.rows:
             return
         chosen = batch
+        if not self.replays_experts:
+            chosen = replace(batch, experts=None)
         if self.rows is not None:
-            chosen = batch.select(self.rows)
+            chosen = chosen.select(self.rows)
         with self.open() as forward, phase("forward passes", chosen.num_rows, "rows") as scored:
             for places, computed in self.micro_batches.each(chosen, forward, partial(compute, forward)):
                 scored.num_done += len(places)
@@ -393,6 +397,13 @@ def replays_sets(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
     return any(comes_from_rollouts(name) for name in needs)
 
 
+def replays_experts(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
+    """Check if the policy uses the experts that the sampler chose (router replay), in policy gradients only."""
+    if rollout is None or not rollout.router_replay:
+        return False
+    return any(comes_from_rollouts(name) for name in needs)
+
+
 def follows_rules(rollout: RolloutSection | None, needs: frozenset[str]) -> bool:
     """Check if log-probabilities apply the sampler's rules (``min_tokens``, ``repetition_penalty``)."""
     if rollout is None or not rollout.has_rules:
@@ -439,6 +450,13 @@ class BatchFields:
                 late.update(_fills(entry))
             else:
                 self._once.append(entry)
+
+    @property
+    def policy(self) -> Forward:
+        """The trained language model's forward pass."""
+        if isinstance(self.forward, ActorCritic):
+            return self.forward.policy
+        return self.forward
 
     @property
     def fixed(self) -> list[str]:
@@ -535,12 +553,12 @@ class BatchFields:
         train = self.recipe.train
         micro_batches = MicroBatching(train.micro_batch_tokens, train.micro_batch_rows, self.process_group)
 
-        def scorer(open_forward: Callable[[], AbstractContextManager[Forward | ActorCritic]]) -> Scorer:
-            return Scorer(open_forward, micro_batches, rows)
+        def scorer(
+            open_forward: Callable[[], AbstractContextManager[Forward | ActorCritic]], *, replays_experts: bool = True
+        ) -> Scorer:
+            return Scorer(open_forward, micro_batches, rows, replays_experts)
 
-        policy = self.forward
-        if isinstance(policy, ActorCritic):
-            policy = policy.policy
+        policy = self.policy
         parts: dict[str, object] = {
             "policy": scorer(lambda: nullcontext(policy)),
             "critic": scorer(lambda: nullcontext(self.forward)),
@@ -551,7 +569,7 @@ class BatchFields:
             "correct": self.correct,
         }
         if self.reference is not None:
-            parts["reference"] = scorer(self.reference.open)
+            parts["reference"] = scorer(self.reference.open, replays_experts=False)
         if self.teacher is not None:
-            parts["teacher"] = scorer(self.teacher.open)
+            parts["teacher"] = scorer(self.teacher.open, replays_experts=False)
         return parts

@@ -24,6 +24,8 @@ from posttrain.graders.rewards import refuse_rows
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
+from posttrain.models.forward.routing.replay import refuse_without_experts
+from posttrain.models.load import read_config
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.inert import option_notes
@@ -266,8 +268,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
 
 
 def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Reject unsupported reward rows and incompatible teacher tokenizers before loading models."""
+    """Reject unsupported reward rows, and models unfit for a teacher or router replay, before loading models."""
     refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
+    if recipe.rollout is not None and recipe.rollout.router_replay:
+        config = read_config(recipe.model)
+        if config is not None:
+            refuse_without_experts(config)
     if recipe.teacher is not None:
         from posttrain.training.parts.teachers import refuse_other_tokenizer
 
@@ -426,7 +432,8 @@ def build_rollout_source(
     Raises:
         UsageError: no usable prompts, or an unknown reward component.
     """
-    from posttrain.training.sources.rollouts import RolloutSource
+    from posttrain.training.sources.prompts import Prompts
+    from posttrain.training.sources.rollouts import LearningInputs, RolloutSource, UnitSelection
 
     options = components.recipe.rollout
     selection = components.selection
@@ -442,25 +449,21 @@ def build_rollout_source(
         assert own is not None, "the model teaches itself"
         limits = (options.label_above, prompting.context_tokens)
         feedback = Feedback(prompting.tokenizer, template, *limits, own.sees, own.prompt_format)
-    advantage_estimator = build_advantage_estimator(components)
     kind: Callable[..., RolloutSource] = RolloutSource
     if options.staleness:
         from posttrain.training.sources.prefetch import PrefetchSource
 
         kind = partial(PrefetchSource, in_thread=bool(components.engine.traits.get("takes_weights")))
+    grader = prompting.grader
+    longest_prompt = components.recipe.prompt.max_prompt_tokens
+    turn_weight = sum(reward.weight for reward in components.recipe.rewards if reward.name == "turn_rewards")
     return kind(
-        components.recipe,
-        task,
-        prompting.grader,
-        prompting.tokenizer,
-        engine,
-        prompting.context_tokens,
-        select=selection.bind(options.select.options, "rollout.select"),
-        rows_per_unit=2 if components.unit == "pair" else 1,
-        advantage_estimator=advantage_estimator,
-        fields=fields,
-        feedback=feedback,
-        stage=prompting.stage,
+        options,
+        components.recipe.train,
+        Prompts(task, prompting.tokenizer, grader.template, prompting.row_limit, longest_prompt),
+        prompting.sampler(engine, fields.process_group),
+        UnitSelection(selection.bind(options.select.options, "rollout.select"), 2 if components.unit == "pair" else 1),
+        LearningInputs(build_advantage_estimator(components), fields, feedback, turn_weight),
     )
 
 

@@ -370,6 +370,8 @@ def _of_sampler(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
     steps = ": step labels come from data, not rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     yield from _of_truncation(w, rollout)
+    mute = f": engine {w.engine.name!r} does not report the chosen experts; sample with the native engine, or remove it"
+    yield rollout.router_replay and not w.engine.traits.get("keeps_experts"), "rollout.router_replay", mute
     yield from _of_rules(w, rollout)
 
 
@@ -575,7 +577,7 @@ def vanishing_fields(components: Components, forward: Forward | ActorCritic) -> 
     masks for other rows.
     """
     from posttrain.models.forward.forward import causal_lm
-    from posttrain.models.forward.routers import configured_coefficient
+    from posttrain.models.forward.routing.routers import configured_coefficient
     from posttrain.training.mismatch import has_dropout
 
     vanishes: tuple[str, ...] | None = components.objective.traits.get("vanishes")

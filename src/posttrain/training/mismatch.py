@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import NoReturn
@@ -187,7 +188,11 @@ def _explain(policy: Forward, batch: Batch, engine: str) -> str:
     length = int(row.lengths[0])
     tokens = row.tokens[:, :length].to(policy.device)
     mask = row.mask[0, :length]
-    outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    routing: AbstractContextManager[object] = nullcontext()
+    if policy.replay is not None and row.experts is not None:
+        routing = policy.replay.replaying(row.experts[0, :length].to(policy.device))
+    with routing:
+        outputs = policy.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     logits = outputs.logits[0, :-1].float()
     if row.rules is not None:
         logits = _ruled(logits, row, length)

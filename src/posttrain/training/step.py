@@ -334,6 +334,8 @@ def _measure(
         means.add("ratio_distance", (result.metrics["ratio"] - 1.0).abs(), *over)
     if outputs.entropy is not None and "entropy" not in result.metrics:
         means.add("entropy", outputs.entropy, *over_tokens)
+    if outputs.rerouted is not None:
+        means.add("routing_mismatch", outputs.rerouted, *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():
         means.add(name, values, *over_tokens)
 

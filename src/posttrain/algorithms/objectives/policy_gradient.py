@@ -1,11 +1,10 @@
 """Policy-gradient objectives: per-token values whose gradient improves the expected reward.
 
-All take advantages that were computed outside (``advantages.py``), so credit assignment and loss
-are two small steps. Shapes: logprobs, batch fields and values ``[B, T]``; values mean something where
-``batch.mask`` is True.
+Advantages are computed beforehand (``advantages.py``), which separates credit assignment from the loss. Shapes:
+logprobs, batch fields and values ``[B, T]``; only values under ``batch.mask`` are used.
 
-To all of them the loop may add the same regularizers, a KL to the reference and an entropy bonus: ``regularize`` in
-``surrogate.py``, the section ``regularize`` of a recipe.
+The loop can add the same regularizers to any of them: a KL penalty and an entropy bonus (recipe section ``regularize``,
+function ``add_regularizers`` in ``surrogate.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from posttrain.registry import register
 from posttrain.signatures import Range
 from posttrain.types import Batch, Loss, Outputs
 
-RATIO_NOISE = 1e-4  # nats: sampler and trainer of equal weights differ by less in fp32
+RATIO_NOISE = 1e-4  # nats: in fp32, sampler and trainer differ by less if weights are equal
 
 
 @register("objective", level="token", needs=("advantages",), vanishes=("advantages",), policy_term=True)
@@ -39,11 +38,11 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     ``values = −A · log π(a_t | s_t)``
 
     Williams (1992), "Simple statistical gradient-following algorithms for connectionist reinforcement
-    learning" (https://doi.org/10.1007/BF00992696). The advantage subtracts the baseline (``raw``, ``centered``,
+    learning" (https://doi.org/10.1007/BF00992696). Baselines are subtracted by the advantage (``raw``, ``centered``,
     ``leave_one_out`` ...).
 
-    There is no importance ratio: with several optimizer steps per rollout batch
-    (``train.ppo_epochs`` × ``train.num_minibatches`` > 1) the later steps are off-policy.
+    This estimator lacks an importance ratio. With several optimizer steps per rollout batch (``train.ppo_epochs`` ×
+    ``train.num_minibatches`` > 1), later steps are off-policy.
     """
     return Loss(-batch.field("advantages") * outputs.logprobs)
 
@@ -62,17 +61,17 @@ def grpo(
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``,
     with ``ρ = π(a_t | s_t) / μ(a_t | s_t)``.
 
-    Shao et al. (2024), "DeepSeekMath" (arXiv 2402.03300), eq. 3–4; the asymmetric clip is DAPO's (Yu et al. 2025,
+    Shao et al. (2024), "DeepSeekMath" (arXiv 2402.03300), eq. 3–4. Asymmetric clipping comes from DAPO (Yu et al. 2025,
     arXiv 2503.14476, eq. 8; 0.2 and 0.28 in section 4.1). GRPO as published: ``advantage: normalized``,
     ``aggregate: sequence_mean``. Dr. GRPO: ``advantage: centered``, ``aggregate: constant``. DAPO: ``normalized``,
-    ``token_mean``, ``clip_high: 0.28``. With ``clip_max`` (c) the dual clip of Ye et al. (2020), "Mastering complex
-    control in MOBA games with deep reinforcement learning", eq. 3: the value is at most ``−c A`` where A < 0.
+    ``token_mean``, ``clip_high: 0.28``. ``clip_max`` (c) adds dual clipping (Ye et al. 2020, "Mastering complex control
+    in MOBA games with deep reinforcement learning", eq. 3): if A < 0, values are at most ``−c A``.
 
-    Departure: the log-ratio is clamped to ±20 before the exponential.
+    Departure: log-ratios are clamped to ±20 before exponentiation.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
-        clip_max: c, the largest ratio that counts where A < 0; 3 is the paper's. None for no bound.
+        clip_max: c, upper bound on ratios if A < 0 (paper: 3); null disables it.
     """
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     return clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high, clip_max)
@@ -89,22 +88,22 @@ def dppo_tv(
     clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
     clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.15,
 ) -> Loss:
-    """Divergence PPO with the total variation of a token: the trust region is in probabilities, not in ratios.
+    """Divergence PPO with total variation per token: the trust region bounds probabilities instead of ratios.
 
-    ``values = −m ρ A`` with ``ρ = π(a_t | s_t) / μ(a_t | s_t)`` and μ the sampler's probability. The mask m is 0 if
-    ``A > 0`` and ``π − μ > δ_high``, or if ``A < 0`` and ``μ − π > δ_low``, else 1.
+    ``values = −m ρ A`` with ``ρ = π(a_t | s_t) / μ(a_t | s_t)`` and sampler μ. Mask m is 0 if ``A > 0`` and ``π − μ >
+    δ_high``, or if ``A < 0`` and ``μ − π > δ_low``, else 1.
 
-    Qi et al. (2026), "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), eq. 13 with the
-    binary total variation ``|π − μ|``. A rare token may change by a large factor, a likely one only by a little.
-    The sampler's probabilities are the anchor, so a separate correction of the sampler's mismatch is not needed.
+    Qi et al. (2026), "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), eq. 13 with binary
+    total variation ``|π − μ|``. Rare tokens may change by a large factor, likely tokens only slightly. Since sampler
+    probabilities are the anchor, sampler mismatch needs no separate correction.
 
-    Departure: the log-ratio is clamped to ±20 before the exponential.
+    Departure: log-ratios are clamped to ±20 before exponentiation.
 
-    What goes wrong: A token below the threshold has no bound on its ratio. Rare tokens with a large ratio dominate the
-    gradient; watch ``ratio`` and ``grad_norm``.
+    What goes wrong: Below the threshold, ratios are unbounded, so rare tokens can dominate gradients. Watch ``ratio``
+    and ``grad_norm``.
 
     Args:
-        clip_low, clip_high: δ_low and δ_high, in probability; 0.15 is used in the authors' runs.
+        clip_low, clip_high: δ_low and δ_high, in probability (authors' runs: 0.15).
     """
     policy, sampler = _token_probabilities(outputs, batch)
     advantages = batch.field("advantages")
@@ -121,21 +120,20 @@ def dppo_kl(
     clip_low: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
     clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 0.05,
 ) -> Loss:
-    """Divergence PPO with the KL divergence of "this token or any other".
+    """Divergence PPO with binary KL divergence: the sampled token versus all others.
 
-    ``values = −m ρ A`` as in ``dppo_tv``, with ``D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))``. The mask m is 0 if
-    ``A > 0``, ``π > μ`` and ``D > δ_high``, or if ``A < 0``, ``π < μ`` and ``D > δ_low``, else 1.
+    ``values = −m ρ A`` as in ``dppo_tv``, with ``D = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π))``. Mask m is 0 if ``A >
+    0``, ``π > μ`` and ``D > δ_high``, or if ``A < 0``, ``π < μ`` and ``D > δ_low``, else 1.
 
     Qi et al. (2026), "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879), eq. 14.
 
-    Departures: the log-ratio is clamped to ±20 before the exponential, and a probability of "any other" to at least
-    1e-6.
+    Departures: log-ratios are clamped to ±20 before exponentiation, and ``1 − π`` and ``1 − μ`` to at least 1e-6.
 
-    What goes wrong: Near probability 1 the divergence is steep: tokens that the sampler was sure of are masked after a
-    small step. Watch ``clip_fraction``.
+    What goes wrong: Divergence is steep near probability 1, so tokens with confident sampler predictions are masked
+    after small steps. Watch ``clip_fraction``.
 
     Args:
-        clip_low, clip_high: δ_low and δ_high, in nats; 0.05 is used in the authors' runs.
+        clip_low, clip_high: δ_low and δ_high, in nats (authors' runs: 0.05).
     """
     policy, sampler = _token_probabilities(outputs, batch)
     advantages = batch.field("advantages")
@@ -148,12 +146,12 @@ def dppo_kl(
 
 
 def _token_probabilities(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the probabilities ``[B, T]`` of the tokens under the policy and under the sampler, detached."""
+    """Compute detached token probabilities ``[B, T]`` under policy and sampler."""
     return outputs.logprobs.detach().exp(), batch.field("sampler_logprobs").exp()
 
 
 def _masked_surrogate(outputs: Outputs, batch: Batch, is_outside: Tensor) -> Loss:
-    """``−ρ A`` with the sampler's ratio, and 0 where the token has left the trust region."""
+    """Compute ``−ρ A`` with ratios to the sampler; 0 outside the trust region."""
     ratio = log_ratio(outputs.logprobs, batch.field("sampler_logprobs"), batch.mask).exp()
     values = -ratio * batch.field("advantages")
     values = torch.where(is_outside, torch.zeros_like(values), values)
@@ -162,21 +160,21 @@ def _masked_surrogate(outputs: Outputs, batch: Batch, is_outside: Tensor) -> Los
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=(), policy_term=True)
 def dro(outputs: Outputs, batch: Batch, *, beta: Annotated[NotNegative, IF_RATIO_VARIES] = 0.05) -> Loss:
-    """Direct reward optimization: REINFORCE with a quadratic penalty on the log-ratio in place of a clip.
+    """Direct reward optimization: REINFORCE with a quadratic penalty on log-ratios instead of clipping.
 
     ``values = −(A · log π(a_t | s_t) − β/2 · (log π(a_t | s_t) − log μ(a_t | s_t))²)``
 
     Richemond et al. (2024), "Offline regularised reinforcement learning for large language models alignment"
-    (arXiv 2405.19107), per token as trainers of 2026 use it. At the optimum ``log π − log μ = A/β``: the advantage is
-    distributed over the tokens as a log-ratio. Tokens with A = 0 are pulled back to μ.
+    (arXiv 2405.19107), applied per token, as trainers in 2026 do. At the optimum, ``log π − log μ = A/β``. Tokens with
+    A = 0 are pulled back to μ.
 
-    Departures: the paper has one square per answer and learns a value; here the square is per token and the advantage
-    is computed outside. The log-ratio is clamped to ±20.
+    Departures: the paper squares once per answer and learns a value function. Here squares are per token and advantages
+    are given. Log-ratios are clamped to ±20.
 
-    What goes wrong: The penalty is 0 at the first update on a batch. With one update per batch β does nothing.
+    What goes wrong: On the first update per batch the penalty is 0. If that is the only update, β does nothing.
 
     Args:
-        beta: β, the weight of the penalty.
+        beta: β, penalty weight.
     """
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     values = -batch.field("advantages") * outputs.logprobs + 0.5 * beta * log_rho.square()
@@ -205,27 +203,26 @@ def clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Loss:
-    """GRPO in which some tokens that would lower the entropy most get no gradient.
+    """GRPO without gradients on a few tokens that would reduce entropy most.
 
-    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``, and 0 at the drawn tokens. Drawn are ``max(1, ⌊r N⌋)`` of
-    the N trained tokens of the optimizer batch, uniformly among those with
-    ``ω_low < (A_t − mean A)(log π_t − mean log π) < ω_high`` whose ratio is not clipped. All tokens stay in the
-    denominator.
+    ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)``, and 0 at drawn tokens. From N trained tokens in the
+    optimizer batch, ``max(1, ⌊r N⌋)`` are drawn uniformly among unclipped tokens with ``ω_low < (A_t − mean A)(log π_t
+    − mean log π) < ω_high``. Denominators still count every token.
 
     Cui et al. (2025), "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv
-    2505.22617), section 4.2. The covariance is over the whole optimizer batch under the weights before the update,
-    and the draw is a function of (seed, step, row), so that no split changes either. The defaults and the clip of the
-    other tokens are those of the authors' code.
+    2505.22617), section 4.2. Covariances use the whole optimizer batch and the weights before the update; draws depend
+    on (seed, step, row). Splitting a batch changes neither. Defaults, and the clip for other tokens, follow the
+    authors' code.
 
-    Departure: in the authors' code mean and draw are of a micro-batch.
+    Departure: the authors' code computes means and draws per micro-batch.
 
-    What goes wrong: In a small batch no token may have a covariance in the range, and this is ``grpo``. Watch
-    ``cov_fraction`` and lower ``cov_low``.
+    What goes wrong: Small batches may contain no token in the covariance range, which makes this ``grpo``. Watch
+    ``cov_fraction``; lower ``cov_low`` if it stays 0.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
         share: r.
-        cov_low, cov_high: ω_low and ω_high, in nats times the advantage.
+        cov_low, cov_high: ω_low and ω_high, in nats × advantage.
     """
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
     loss = clipped_surrogate(log_rho.exp(), batch.field("advantages"), clip_low, clip_high)
@@ -242,19 +239,19 @@ def kl_cov(
     share: Annotated[float, Range(gt=0, le=1), IF_RATIO_LEAVES_ONE] = 2e-4,
     penalty: Annotated[NotNegative, IF_RATIO_LEAVES_ONE] = 1.0,
 ) -> Loss:
-    """Policy gradient with a ratio, and a penalty at the tokens that would lower the entropy most.
+    """Importance-weighted policy gradient with a penalty on tokens that would reduce entropy most.
 
-    ``values = −ρ A``, and ``−ρ A + c |log ρ|`` at the ``max(1, ⌊r N⌋)`` of the N trained tokens of the optimizer batch
-    with the largest ``(A_t − mean A)(log π_t − mean log π)``. There is no clip.
+    ``values = −ρ A``, plus ``c |log ρ|`` at the ``max(1, ⌊r N⌋)`` of N trained tokens with the largest ``(A_t − mean
+    A)(log π_t − mean log π)`` in the optimizer batch. Ratios are not clipped.
 
     Cui et al. (2025), "The entropy mechanism of reinforcement learning for reasoning language models" (arXiv
-    2505.22617), section 4.2; the defaults and the form of the penalty are those of the authors' code. The covariance
-    is over the whole optimizer batch under the weights before the update, so that no split changes the choice.
+    2505.22617), section 4.2. Defaults and the form of the penalty follow the authors' code. Covariances use the whole
+    optimizer batch and the weights before the update, so splitting a batch does not change which tokens are penalized.
 
-    Departures: in the authors' code mean and choice are of a micro-batch. The penalty is 0 where ``|log ρ| < 1e-4``:
-    that is rounding between sampler and trainer, and its sign would decide the gradient.
+    Departures: the authors' code computes means and selects tokens per micro-batch. Here the penalty is 0 if ``|log ρ|
+    < 1e-4``: such values are rounding between sampler and trainer, and their sign would decide the gradient.
 
-    What goes wrong: The other tokens have no bound on their ratio. Keep few updates a batch, and watch ``ratio``.
+    What goes wrong: Ratios of other tokens are unbounded. Use few updates per batch, and watch ``ratio``.
 
     Args:
         share: r.
@@ -277,17 +274,17 @@ def gspo(
     clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
     clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
 ) -> Loss:
-    """Group sequence policy optimization: one importance ratio for a whole sequence.
+    """Group sequence policy optimization: one importance ratio per sequence.
 
     ``values = −min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)`` at every token of the sequence, with
     ``s = exp(mean_t(log π(a_t | s_t) − log μ(a_t | s_t)))``, the geometric mean of the token ratios.
 
-    Zheng et al. (2025), "Group sequence policy optimization" (arXiv 2507.18071), eq. 5 and 7; the clip range is theirs
-    (section 5.1): the ratio of a sequence moves far less than that of a token, and PPO's 0.2 would
-    never clip. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+    Zheng et al. (2025), "Group sequence policy optimization" (arXiv 2507.18071), eq. 5 and 7, clip range from section
+    5.1. Sequence ratios vary far less than token ratios; PPO's 0.2 would never clip. As published: ``advantage:
+    normalized``, ``aggregate: sequence_mean``, no KL.
 
-    What goes wrong: With a token's clip range (0.2) nothing is ever clipped. With the published range (3e-4) short
-    answers are clipped almost always.
+    What goes wrong: A clip range for tokens (0.2) never clips anything. The published range (3e-4) clips short answers
+    almost always.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
@@ -305,16 +302,15 @@ def gspo_token(
     clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 3e-4,
     clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4e-4,
 ) -> Loss:
-    """GSPO's token variant: the sequence's ratio in value, each token's own gradient.
+    """GSPO's token variant: sequence ratios as values, with gradients per token.
 
     ``values = −min(s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t)`` with
-    ``s_t = sg[s] · π(a_t | s_t) / sg[π(a_t | s_t)]`` and s as in ``gspo``. With one advantage per
-    sequence, value and gradient (under ``sequence_mean``) equal those of ``gspo``; it allows
-    advantages that differ by token.
+    ``s_t = sg[s] · π(a_t | s_t) / sg[π(a_t | s_t)]`` and s as in ``gspo``. If each sequence has one advantage, values
+    and gradients (under ``sequence_mean``) equal ``gspo``. Unlike ``gspo``, it supports advantages per token.
 
     Zheng et al. (2025), "Group sequence policy optimization" (arXiv 2507.18071), eq. 13–14.
 
-    What goes wrong: As with GSPO: the published clip range is too narrow for short answers.
+    What goes wrong: The published clip range is too narrow for short answers, as in GSPO.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
@@ -333,19 +329,19 @@ def cispo(
     clip_low: Annotated[NotNegative, IF_RATIO_FALLS] = 1.0,
     clip_high: Annotated[NotNegative, IF_RATIO_MOVES] = 4.0,
 ) -> Loss:
-    """Clipped importance sampling: the weight is clipped, so every token keeps a gradient.
+    """Clipped importance sampling: only weights are clipped, so every token keeps its gradient.
 
     ``values = −sg[clip(ρ, 1 − ε_low, 1 + ε_high)] · A · log π(a_t | s_t)``
 
-    MiniMax-M1 (2025, arXiv 2506.13585), eq. 4–5, section 3.1: no lower bound (``clip_low: 1``) and a tuned upper one
-    that the paper does not print. The cap of 1 + 4 is the one that TRL's recipe for ScaleRL (Khatri
-    et al. 2025, "The art of scaling reinforcement learning compute for LLMs") gives. As published:
-    ``advantage: normalized``, ``aggregate: token_mean`` (over the tokens of the whole batch).
+    MiniMax-M1 (2025, arXiv 2506.13585), eq. 4–5, section 3.1: no lower bound (``clip_low: 1``); the paper tunes the
+    upper bound without stating it. The cap 1 + 4 follows TRL's recipe for ScaleRL (Khatri et al. 2025, "The art of
+    scaling reinforcement learning compute for LLMs"). As published:
+    ``advantage: normalized``, ``aggregate: token_mean`` (over the whole batch).
 
-    What goes wrong: The weight has no lower bound, so very old samples still pull. Keep few updates a batch.
+    What goes wrong: Without a lower bound, very old samples still contribute. Use few updates per batch.
 
     Args:
-        clip_low, clip_high: ε_low and ε_high; the cap of the weight is 1 + ε_high.
+        clip_low, clip_high: ε_low and ε_high; weights are capped at 1 + ε_high.
     """
     ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -361,18 +357,18 @@ def sapo(
     tau_positive: Annotated[Positive, IF_RATIO_VARIES] = 1.0,
     tau_negative: Annotated[Positive, IF_RATIO_VARIES] = 1.05,
 ) -> Loss:
-    """Soft adaptive policy optimization: a smooth gate in place of the clip.
+    """Soft adaptive policy optimization: a smooth gate replaces clipping.
 
-    ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive where A > 0, else τ_negative. At ρ = 1
-    the gradient is REINFORCE's; it falls off smoothly on both sides, faster for negative advantages.
+    ``values = −A · (4 / τ) · σ(τ (ρ − 1))`` with τ = τ_positive if A > 0, else τ_negative. At ρ = 1 its gradient equals
+    REINFORCE; it decays smoothly on both sides, faster for negative advantages.
 
-    Gao et al. (2025), "Soft adaptive policy optimization" (arXiv 2511.20347), eq. 5; the temperatures are theirs. As
+    Gao et al. (2025), "Soft adaptive policy optimization" (arXiv 2511.20347), eq. 5, with the paper's temperatures. As
     published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
-    What goes wrong: Temperatures far below 1 make the gate flat: the ratio no longer limits the update.
+    What goes wrong: Temperatures far below 1 flatten the gate, so ratios no longer limit updates.
 
     Args:
-        tau_positive, tau_negative: the temperatures of the gate.
+        tau_positive, tau_negative: gate temperatures by the sign of A.
     """
     advantages = batch.field("advantages")
     ratio = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask).exp()
@@ -383,17 +379,15 @@ def sapo(
 
 @register("objective", level="token", needs=("advantages", "old_logprobs"), vanishes=("advantages",), policy_term=True)
 def gmpo(outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative, IF_RATIO_MOVES] = 0.4) -> Loss:
-    """Geometric-mean policy optimization: token ratios clipped in the log, then their geometric mean.
+    """Geometric-mean policy optimization: token ratios are clipped in log space, then averaged geometrically.
 
     ``values = −A · exp(mean_t c_t)`` at every token of the sequence, where
-    ``c_t = min(log ρ_t, ε)`` for A > 0 and ``max(log ρ_t, −ε)`` for A < 0: the pessimistic side of
-    clipping ρ_t to (e^−ε, e^ε).
+    ``c_t = min(log ρ_t, ε)`` for A > 0 and ``max(log ρ_t, −ε)`` for A < 0: pessimistic clipping of ρ_t to (e^−ε, e^ε).
 
-    Zhao et al. (2025), "Geometric-mean policy optimization" (arXiv 2507.20673); the range (e^−0.4, e^0.4) is theirs
-    (section 4). As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
+    Zhao et al. (2025), "Geometric-mean policy optimization" (arXiv 2507.20673); the range (e^−0.4, e^0.4) is from
+    section 4. As published: ``advantage: normalized``, ``aggregate: sequence_mean``, no KL.
 
-    What goes wrong: The geometric mean hides single extreme tokens. Watch ``kl_sampler`` if sampler and trainer
-    differ.
+    What goes wrong: Geometric means hide single extreme tokens. Watch ``kl_sampler`` if sampler and trainer differ.
 
     Args:
         clip: ε, in nats.
@@ -408,8 +402,8 @@ def gmpo(outputs: Outputs, batch: Batch, *, clip: Annotated[NotNegative, IF_RATI
 
 
 def explain_variance(means: dict[str, float]) -> dict[str, float]:
-    """Add ``value_explained_variance``, 1 − Var(R − V) / Var(R), in place of the moments that it is made of."""
-    if "returns_squared" not in means:  # of a part of a mixture loss and accuracies alone are measured
+    """Replace moments with ``value_explained_variance``, 1 − Var(R − V) / Var(R)."""
+    if "returns_squared" not in means:  # mixture parts only measure loss and accuracy
         return means
     error = means.pop("value_error_squared") - means.pop("value_error") ** 2
     spread = means.pop("returns_squared") - means.pop("returns") ** 2
@@ -435,27 +429,26 @@ def ppo(
     value_weight: NotNegative = 0.5,
     value_clip: Annotated[NotNegative | None, IF_VALUES_MOVE] = 0.2,
 ) -> Loss:
-    """Proximal policy optimization: the clipped surrogate and a value function with a clipped loss.
+    """Proximal policy optimization: a clipped surrogate plus a clipped value loss.
 
     ``values = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) + c_V · L_V``, with
     ``L_V = ½ max((V − R)², (clip(V, V_old − ε_V, V_old + ε_V) − R)²)``.
 
-    Schulman et al. (2017), "Proximal policy optimization algorithms" (arXiv 1707.06347), eq. 7 (surrogate). The paper
-    has a plain squared error; its clip is that of the authors' code. As in RLHF: ``advantage: gae``,
+    Schulman et al. (2017), "Proximal policy optimization algorithms" (arXiv 1707.06347), eq. 7 (surrogate). The paper's
+    value loss is a plain squared error; clipping follows the authors' code. As in RLHF: ``advantage: gae``,
     ``aggregate: token_mean``, and the KL in the reward (``kl_in_reward``), not in the loss (``regularize``).
 
     Shapes: logprobs, scores (V, the value of the state before token t), advantages, returns and
-    old_values ``[B, T]``. The metrics ``value_error`` (R − V), ``value_error_squared``, ``returns`` and
-    ``returns_squared`` are for the explained variance ``1 − (E[e²] − E[e]²) / Var(R)`` over the whole
-    optimizer batch; V in them is the current value.
+    old_values ``[B, T]``. Metrics ``value_error`` (R − V, with current V), ``value_error_squared``, ``returns`` and
+    ``returns_squared`` give the explained variance ``1 − (E[e²] − E[e]²) / Var(R)`` over the whole optimizer batch.
 
-    Departures: the ½ is explicit; the log-ratio is clamped to ±20 before the exponential.
+    Departures: the ½ is explicit; log-ratios are clamped to ±20 before exponentiation.
 
     Args:
         clip_low, clip_high: ε_low and ε_high.
-        clip_max: c of the dual clip, as in ``grpo``: the largest ratio that counts where A < 0. None for no bound.
+        clip_max: c, upper bound on ratios if A < 0, as in ``grpo``; null disables it.
         value_weight: c_V.
-        value_clip: ε_V, in units of the return; none for the plain squared error.
+        value_clip: ε_V, in units of the return; null uses a plain squared error.
     """
     assert outputs.scores is not None, "the value head was not asked for"
     log_rho = log_ratio(outputs.logprobs, batch.field("old_logprobs"), batch.mask)
@@ -475,10 +468,10 @@ def ppo(
 
 
 def _value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error, the worse of clipped and not; and where the clipped one is the worse."""
+    """Compute half the larger of clipped and plain squared errors, and a mask of where clipping acts."""
     plain = 0.5 * (values - returns).square()
     if clip is None:
         return plain, torch.zeros_like(plain, dtype=torch.bool)
     clipped = 0.5 * (old + (values - old).clamp(-clip, clip) - returns).square()
-    # inside the range the two differ by rounding only, which is no clipping
+    # inside the range both differ only by rounding, which does not count as clipping
     return torch.maximum(plain, clipped), (clipped > plain) & ((values - old).abs() > clip)

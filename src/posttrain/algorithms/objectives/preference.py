@@ -1,19 +1,18 @@
-"""Preference objectives: one number per pair of a chosen and a rejected answer.
+"""Preference objectives: one value per pair of chosen and rejected answers.
 
-In pairs, rows alternate, chosen (even) then rejected (odd): logprobs and ``ref_logprobs`` ``[B, T]`` → values
-``[B / 2]``, under ``aggregate: unit_mean``. In the equations y_w is the chosen answer, y_l the rejected
-one, ``log π(y)`` the sum of its trained tokens' log-probabilities (prompt excluded, end token
-included), and ``Δ = log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l)``.
+Rows alternate between chosen (even) and rejected (odd): logprobs and ``ref_logprobs`` ``[B, T]`` → values ``[B / 2]``,
+aggregated by ``unit_mean``. Notation: y_w is chosen, y_l rejected, ``log π(y)`` sums log-probabilities over trained
+tokens (without the prompt, with the end token), and ``Δ = log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l)``.
 
-Metrics of every objective over pairs: ``chosen_reward``, ``rejected_reward`` (β times the log-ratio; reference-free
-objectives define their own), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; a tie, which is a
-difference below a millionth of the log-probabilities, counts one half), ``chosen_logprob``,
-``rejected_logprob`` (``log π(y)``, sums).
+All pair objectives report ``chosen_reward`` and ``rejected_reward`` (β × log-ratio; reference-free objectives define
+their own), ``margin`` (their difference), ``pair_accuracy`` (margin > 0; ties count one half, which includes
+differences below a millionth of the log-probabilities), ``chosen_logprob`` and ``rejected_logprob`` (``log π(y)``,
+sums).
 
-Nothing is clamped but ORPO's log(1 − p): no other objective takes the exponential of a log-ratio outside of a
-sigmoid. A pair with an answer that the policy or the reference finds impossible (log-probability −inf)
-has the value NaN, for every objective, and so has an empty answer where a mean is taken; the loop
-refuses such an update.
+Only ORPO's log(1 − p) and the exponents in ``discopop`` and ``f_dpo`` are clamped. Other objectives exponentiate
+log-ratios only inside a sigmoid. If policy or reference assign log-probability −inf to an answer, its pair gets NaN
+under every objective. Empty answers also give NaN under objectives that average over tokens. The loop rejects such
+updates.
 """
 
 from __future__ import annotations
@@ -51,21 +50,22 @@ def dpo(
     label_smoothing: FlipRate = 0.0,
     length_normalized: bool = False,
 ) -> Loss:
-    """Direct preference optimization; with label smoothing cDPO, with means per token DPO-normalized.
+    """Direct preference optimization. With label smoothing: cDPO; with means per token: DPO-normalized.
 
     ``values = −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)``
 
     Rafailov et al. (2023), "Direct preference optimization" (arXiv 2305.18290), eq. 7. ε > 0: Mitchell (2023), "A
-    note on DPO with noisy preferences and relationship to IPO": the minimum moves to a finite margin, σ(βΔ) = 1 − ε.
-    Normalized: each log-ratio is divided by its own number of tokens; as in Tulu 3 (Lambert et al. 2024).
+    note on DPO with noisy preferences and relationship to IPO": its minimum is at a finite margin, σ(βΔ) = 1 − ε.
+    Normalized: log-ratios are divided by token counts, as in Tulu 3 (Lambert et al. 2024).
 
-    What goes wrong: The log-probability of chosen answers may fall with that of rejected ones. Add a likelihood
-    term (``rpo``) or lower the learning rate.
+    What goes wrong: Chosen answers may become less likely along with rejected ones. Add a likelihood term (``rpo``) or
+    lower the learning rate.
 
     Args:
-        beta: β; with ``length_normalized`` about 2 to 5 is right, for a mean is as much smaller as the answer is long.
-        label_smoothing: ε, the assumed share of pairs whose labels are swapped.
-        length_normalized: means over tokens in place of sums.
+        beta: β; with ``length_normalized``, use about 2 to 5, since means are smaller than sums by a factor of answer
+            length.
+        label_smoothing: ε, assumed fraction of pairs with swapped labels.
+        length_normalized: use means over tokens instead of sums.
     """
     chosen, rejected = _log_ratios(outputs, batch, length_normalized)
     logit = beta * (chosen - rejected)
@@ -76,16 +76,16 @@ def dpo(
 
 @register("objective", level="pair", needs=("ref_logprobs", "transport_shift"), vanishes=())
 def aot(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, label_smoothing: FlipRate = 0.0) -> Loss:
-    """Alignment via optimal transport: margins of the policy are compared with the reference's of equal rank.
+    """Alignment via optimal transport: compare policy margins with reference margins of equal rank.
 
-    ``values = −(1 − ε) log σ(β(u − v)) − ε log σ(−β(u − v))``, with u the pair's ``log π(y_w) − log π(y_l)`` and v the
-    margin of the reference that has the same rank among all pairs of the optimizer batch.
+    ``values = −(1 − ε) log σ(β(u − v)) − ε log σ(−β(u − v))``, where u is the policy margin ``log π(y_w) − log π(y_l)``
+    and v the reference margin with the same rank among all pairs in the optimizer batch.
 
-    Melnyk et al. (2024), "Distributional preference alignment of LLMs via optimal transport" (arXiv 2406.05882), the
-    paired form. ``transport_shift`` ``[B]`` holds the pair's own margin of the reference minus v, from ranks under the
-    weights before the update. Departure: ranks are of the whole optimizer batch, so that no split changes them.
+    Melnyk et al. (2024), "Distributional preference alignment of LLMs via optimal transport" (arXiv 2406.05882), paired
+    form. ``transport_shift`` ``[B]`` holds a pair's reference margin minus v, with ranks under the weights before the
+    update. Departure: ranks span the whole optimizer batch, so splitting does not change them.
 
-    What goes wrong: With one pair a batch it is ``dpo``. Large batches are what it needs.
+    What goes wrong: With one pair per batch, this is ``dpo``. It needs large batches.
 
     Args:
         beta, label_smoothing: β and ε, as in ``dpo``.
@@ -98,19 +98,19 @@ def aot(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, label_smoothing
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rate: FlipRate = 0.1) -> Loss:
-    """Robust DPO: unbiased for DPO's loss on clean labels when a share ε of the labels is swapped.
+    """Robust DPO: an unbiased estimate of DPO's loss on clean labels, given a fraction ε of swapped labels.
 
     ``values = (−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)) / (1 − 2ε)``
 
-    Chowdhury et al. (2024), "Provably robust DPO" (arXiv 2403.00409), section 3.1. Where cDPO mixes both labels in,
-    this takes the swapped one out; the value can be negative and has no lower bound (its slope tends to −ε / (1 − 2ε)
-    per unit of βΔ).
+    Chowdhury et al. (2024), "Provably robust DPO" (arXiv 2403.00409), section 3.1. While cDPO mixes both labels, this
+    subtracts the swapped label. Values can be negative and are unbounded below (the slope tends to −ε / (1 − 2ε) per
+    unit of βΔ).
 
-    What goes wrong: A flip rate near 0.5 divides by almost zero; the loss is then mostly noise.
+    What goes wrong: Flip rates near 0.5 divide by almost zero, and the loss becomes mostly noise.
 
     Args:
         beta: β.
-        flip_rate: ε, the known share of swapped labels; 0.1 is the paper's.
+        flip_rate: ε, known fraction of swapped labels (paper: 0.1).
     """
     chosen, rejected = _log_ratios(outputs, batch)
     logit = beta * (chosen - rejected)
@@ -120,21 +120,20 @@ def robust_dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, flip_rat
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normalized: bool = False) -> Loss:
-    """Identity preference optimization: regression of the log-ratio difference on a finite target.
+    """Identity preference optimization: regress log-ratio differences on a finite target.
 
-    ``values = (Δ − 1/(2β))²``; the minimum lies at Δ = 1/(2β).
+    ``values = (Δ − 1/(2β))²``, with its minimum at Δ = 1/(2β).
 
     Azar et al. (2023), "A general theoretical paradigm to understand learning from human preferences" (arXiv
-    2310.12036), eq. 17, where β is called τ. The paper writes probabilities of whole answers, so sums are the
-    default; its authors later told the writers of a widely used trainer to take means per token, so that the target
-    does not depend on the length. That is ``length_normalized``.
+    2310.12036), eq. 17, where β is called τ. The paper uses probabilities of whole answers, so sums are the default.
+    Its authors later recommended means per token to TRL, so that the target does not depend on length; set
+    ``length_normalized`` for this.
 
-    What goes wrong: β has another meaning than in DPO: the margin goes to 1 / (2β). The same value is not
-    comparable.
+    What goes wrong: β differs from DPO's: margins go to 1 / (2β). Equal values are not comparable.
 
     Args:
-        beta: β, the strength of the regularization.
-        length_normalized: means over tokens in place of sums; the target then is a difference per token.
+        beta: β, regularization strength.
+        length_normalized: use means over tokens instead of sums; the target is then a difference per token.
     """
     chosen, rejected = _log_ratios(outputs, batch, length_normalized)
     values = (chosen - rejected - 1.0 / (2.0 * beta)).square()
@@ -144,20 +143,20 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, length_normaliz
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Positive = 1.0) -> Loss:
-    """Hinge loss on log-ratios: SLiC's loss with DPO's reward.
+    """Hinge loss on log-ratios: SLiC's loss with DPO's implicit reward.
 
     ``values = max(0, δ − βΔ)``
 
-    Zhao et al. (2023), "SLiC-HF" (arXiv 2305.10425), calibrate with ``max(0, δ − log π(y_w) + log π(y_l))`` plus a
-    cross-entropy term that keeps the model near the supervised one. Departure: as in Liu et al. (2023),
-    "Statistical rejection sampling improves preference optimization" (hinge-norm), the ratio to the
-    reference does that, and there is no such term; hence the other name.
+    Zhao et al. (2023), "SLiC-HF" (arXiv 2305.10425), calibrate with ``max(0, δ − log π(y_w) + log π(y_l))`` plus
+    cross-entropy, which keeps the model near its supervised start. Departure: ratios to the reference replace that
+    term, as in hinge-norm (Liu et al. 2023, "Statistical rejection sampling improves preference optimization"); hence
+    the different name.
 
-    What goes wrong: Once all pairs pass the margin the gradient is 0 and the loss stops.
+    What goes wrong: Once all pairs pass the margin, gradients are 0 and learning stops.
 
     Args:
         beta: β (the second paper's γ).
-        margin: δ; a pair beyond it has no gradient.
+        margin: δ; pairs beyond it have no gradient.
     """
     chosen, rejected = _log_ratios(outputs, batch)
     values = torch.relu(margin - beta * (chosen - rejected))
@@ -166,20 +165,20 @@ def hinge(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, margin: Posit
 
 @register("objective", level="pair", needs=(), vanishes=())
 def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNegative = 1.0) -> Loss:
-    """Simple preference optimization: no reference, means per token, a target margin.
+    """Simple preference optimization: means per token and a target margin, without a reference.
 
     ``values = −log σ(β/|y_w| · log π(y_w) − β/|y_l| · log π(y_l) − γ)``
 
-    Meng et al. (2024), "SimPO" (arXiv 2405.14734), eq. 6. The reward is ``β/|y| · log π(y)``; ``margin`` does not
-    subtract γ.
+    Meng et al. (2024), "SimPO" (arXiv 2405.14734), eq. 6. Rewards are ``β/|y| · log π(y)``; the metric ``margin`` does
+    not subtract γ.
 
-    What goes wrong: There is no reference to hold the policy. Small changes of β and γ matter; watch ``kl_ref`` and
-    held-out accuracy.
+    What goes wrong: Without a reference, nothing anchors the policy. Small changes in β and γ matter; watch ``kl_ref``
+    and held-out accuracy.
 
     Args:
-        beta: β; the paper's are 2.0 to 2.5.
-        gamma: γ, absolute as in the paper's equation (the authors' code takes the ratio γ/β). The default
-            is half of the default β; change both together.
+        beta: β (paper: 2.0 to 2.5).
+        gamma: γ, absolute as in the paper's equation (the authors' code takes the ratio γ/β). Defaults to half of the
+            default β; change both together.
     """
     logprobs = nan_unless_finite(_row_means(outputs.logprobs, batch.mask))
     chosen, rejected = beta * logprobs[0::2], beta * logprobs[1::2]
@@ -189,28 +188,27 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
 
 @register("objective", level="pair", needs=(), vanishes=())
 def orpo(outputs: Outputs, batch: Batch, *, odds_weight: NotNegative = 0.1) -> Loss:
-    """Odds-ratio preference optimization: likelihood of the chosen answer plus a log-odds-ratio term.
+    """Odds-ratio preference optimization: likelihood of chosen answers plus a log-odds-ratio term.
 
     ``values = −(1/|y_w|) log π(y_w) − λ log σ(log odds(y_w) − log odds(y_l))``, with
     ``odds(y) = p / (1 − p)`` and ``log p = (1/|y|) log π(y)``.
 
-    Hong et al. (2024), "ORPO" (arXiv 2403.07691), eq. 6 and 7. Means per token, as in the paper: with sums 1 − p is 1
-    to the last digit. The reward is ``log odds(y)``, without a β; it is finite, for log(1 − p) takes log p to be at
-    most −1e-6. Departure: the likelihood term is a mean over the answer, then over pairs, not over all tokens of a
-    batch.
+    Hong et al. (2024), "ORPO" (arXiv 2403.07691), eq. 6 and 7. Means per token follow the paper; with sums, 1 − p would
+    round to 1. Rewards are ``log odds(y)``, without β, and finite, because log(1 − p) clamps log p to at most −1e-6.
+    Departure: the likelihood term averages over each answer, then over pairs, instead of over all tokens in a batch.
 
-    What goes wrong: With summed log-probabilities it explodes; means are used here. Its imitation term decides most
-    of what happens on good chosen answers.
+    What goes wrong: Summed log-probabilities would explode, so means are used. If chosen answers are good, the
+    imitation term dominates.
 
     Args:
-        odds_weight: λ; the paper's are 0.1 to 0.25.
+        odds_weight: λ (paper: 0.1 to 0.25).
     """
     logprobs = nan_unless_finite(_row_means(outputs.logprobs, batch.mask))
     log_odds = logprobs - log1mexp(logprobs)
     chosen, rejected = log_odds[0::2], log_odds[1::2]
     nll = -logprobs[0::2]
     values = nll - odds_weight * logsigmoid(chosen - rejected)
-    slope = -1.0 / torch.expm1(logprobs.detach().clamp(max=MAX_LOGPROB))  # of the log odds in log p
+    slope = -1.0 / torch.expm1(logprobs.detach().clamp(max=MAX_LOGPROB))  # d(log odds) / d(log p)
     return _with_metrics(values, chosen, rejected, outputs, batch, slope * _per_nat(1.0, batch, True), nll)
 
 
@@ -223,21 +221,20 @@ def cpo(
     nll_weight: NotNegative = 1.0,
     nll_length_normalized: Annotated[bool, unless_zero("nll_weight")] = True,
 ) -> Loss:
-    """Contrastive preference optimization: DPO with a uniform reference, plus the chosen answer's likelihood.
+    """Contrastive preference optimization: DPO with a uniform reference, plus likelihood of chosen answers.
 
     ``values = −log σ(β log π(y_w) − β log π(y_l)) − α/|y_w| · log π(y_w)``
 
-    Xu et al. (2024), "Contrastive preference optimization" (arXiv 2401.08417). The reward is ``β log π(y)``. The
-    paper writes the second term without the division; as a sum it outweighs the first by two orders of
-    magnitude on long answers, so the mean is the default here.
+    Xu et al. (2024), "Contrastive preference optimization" (arXiv 2401.08417). Rewards are ``β log π(y)``. The paper's
+    second term lacks the division. As a sum, it outweighs the first term by two orders of magnitude on long answers, so
+    means are the default here.
 
-    What goes wrong: The likelihood term outweighs the other if it is summed over long answers. Leave
-    ``nll_length_normalized`` on.
+    What goes wrong: If summed over long answers, the likelihood term dominates. Keep ``nll_length_normalized`` on.
 
     Args:
         beta: β.
-        nll_weight: α; 1 is the paper's.
-        nll_length_normalized: False for the sum, as printed in the paper.
+        nll_weight: α (paper: 1).
+        nll_length_normalized: false uses the sum, as printed in the paper.
     """
     logprobs = nan_unless_finite(row_sum(outputs.logprobs, batch.mask))
     chosen, rejected = beta * logprobs[0::2], beta * logprobs[1::2]
@@ -247,18 +244,18 @@ def cpo(
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def rpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, nll_weight: NotNegative = 1.0) -> Loss:
-    """DPO plus the likelihood of the chosen answer, so that it does not become less likely.
+    """DPO plus likelihood of chosen answers, which keeps them from becoming less likely.
 
     ``values = −log σ(βΔ) − α/|y_w| · log π(y_w)``
 
-    Pang et al. (2024), "Iterative reasoning preference optimization" (arXiv 2404.19733), eq. 1 (sums in Δ, a mean in
-    the likelihood term).
+    Pang et al. (2024), "Iterative reasoning preference optimization" (arXiv 2404.19733), eq. 1 (sums in Δ, means in the
+    likelihood term).
 
-    What goes wrong: A large likelihood weight turns it into SFT on the chosen answers.
+    What goes wrong: Large likelihood weights turn it into SFT on chosen answers.
 
     Args:
-        beta: β; 0.1 is the paper's.
-        nll_weight: α; 1 is the paper's.
+        beta: β (paper: 0.1).
+        nll_weight: α (paper: 1).
     """
     chosen, rejected = _log_ratios(outputs, batch)
     nll = -_row_means(outputs.logprobs, batch.mask)[0::2]
@@ -274,21 +271,20 @@ def exo(
     beta: Positive = 0.1,
     label_smoothing: Annotated[float, Range(gt=0, lt=0.5)] = 1e-3,
 ) -> Loss:
-    """Efficient exact optimization on preferences: the KL that DPO takes, in the other direction.
+    """Efficient exact optimization on preferences: DPO's KL in the opposite direction.
 
-    ``values = KL(p‖q) = σ(βΔ) log(σ(βΔ)/(1 − ε)) + σ(−βΔ) log(σ(−βΔ)/ε)``, with p = (σ(βΔ), σ(−βΔ)) the
-    policy's distribution over the pair and q = (1 − ε, ε) the smoothed label. Zero at σ(βΔ) = 1 − ε; at
-    most −log ε, with a gradient that vanishes for a pair that is far wrong.
+    ``values = KL(p‖q) = σ(βΔ) log(σ(βΔ)/(1 − ε)) + σ(−βΔ) log(σ(−βΔ)/ε)``, where p = (σ(βΔ), σ(−βΔ)) is the policy's
+    distribution over the pair and q = (1 − ε, ε) the smoothed label. Zero at σ(βΔ) = 1 − ε, and at most −log ε:
+    gradients vanish for pairs that are badly misordered.
 
     Ji et al. (2024), "Towards efficient exact optimization of language model alignment" (arXiv 2402.00856), section
     3.2, eq. 16 (EXO-pref with two answers).
 
-    What goes wrong: Near the reference it equals DPO. Differences appear only after many updates.
+    What goes wrong: Near the reference it behaves like DPO. Differences appear only after many updates.
 
     Args:
-        beta: β (the paper's β_π).
-        label_smoothing: ε; the KL to an unsmoothed label is infinite. The paper leaves the value open;
-            1e-3 is common.
+        beta: β (β_π in the paper).
+        label_smoothing: ε; unsmoothed labels give infinite KL. The paper does not state a value; 1e-3 is common.
     """
     chosen, rejected = _log_ratios(outputs, batch)
     logit = beta * (chosen - rejected)
@@ -300,19 +296,19 @@ def exo(
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
-    """Noise contrastive alignment, pair form: the absolute likelihood of each answer, not only their order.
+    """Noise contrastive alignment, pair form: optimizes absolute likelihoods in addition to their order.
 
-    ``values = −log σ(r_w) − ½ log σ(−r_w) − ½ log σ(−r_l)`` with ``r = β log π(y)/π_ref(y)``; the minimum
-    over r_w lies at log 2, so the chosen answer becomes more likely, by a finite ratio.
+    ``values = −log σ(r_w) − ½ log σ(−r_w) − ½ log σ(−r_l)`` with ``r = β log π(y)/π_ref(y)``; its minimum over r_w is
+    at log 2, so chosen answers become more likely by a finite ratio.
 
     Chen et al. (2024), "Noise contrastive alignment of language models with explicit rewards" (arXiv 2402.05369),
     section 4.1 (K = 2, hard labels).
 
-    What goes wrong: It pulls single answers, so a badly scaled score of an answer matters, not just the order of
-    the pair.
+    What goes wrong: Each answer is pulled to an absolute value, so badly scaled β matters even if pairs are ordered
+    correctly.
 
     Args:
-        beta: β; 0.01 is the paper's.
+        beta: β (paper: 0.01).
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
@@ -321,19 +317,18 @@ def nca(outputs: Outputs, batch: Batch, *, beta: Positive = 0.01) -> Loss:
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
-    """Anchored preference optimization, zero: the chosen answer up, the rejected one down, each from zero.
+    """Anchored preference optimization, zero: raises chosen and lowers rejected answers, each from zero.
 
-    ``values = (1 − σ(r_w)) + σ(r_l)`` with ``r = β log π(y)/π_ref(y)``; between 0 and 2, 1 at the reference.
-    For chosen answers that are better than the model's own.
+    ``values = (1 − σ(r_w)) + σ(r_l)`` with ``r = β log π(y)/π_ref(y)``: between 0 and 2, and 1 at the reference. Suits
+    chosen answers that are better than model samples.
 
     D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions" (arXiv 2408.06266),
-    section 4; the constant only moves the minimum to 0.
+    section 4. The constant only shifts the minimum to 0.
 
-    What goes wrong: If chosen answers are worse than the model's own, it raises them nevertheless. Use ``apo-down``
-    then.
+    What goes wrong: It raises chosen answers even if model samples are better. In that case, use ``apo-down``.
 
     Args:
-        beta: β; 0.1 is the paper's.
+        beta: β (paper: 0.1).
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = torch.sigmoid(-chosen) + torch.sigmoid(rejected)
@@ -342,18 +337,18 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
-    """Anchored preference optimization, down: both answers less likely, the rejected one more so.
+    """Anchored preference optimization, down: lowers both answers, and rejected ones more.
 
-    ``values = σ(r_w) + (1 − σ(r_w − r_l))`` with ``r = β log π(y)/π_ref(y)``; between 0 and 2, 1 at the
-    reference. For chosen answers that are worse than the model's own.
+    ``values = σ(r_w) + (1 − σ(r_w − r_l))`` with ``r = β log π(y)/π_ref(y)``: between 0 and 2, and 1 at the reference.
+    Suits chosen answers that are worse than model samples.
 
     D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions" (arXiv 2408.06266),
-    section 4; the constant only moves the minimum to 0.
+    section 4. The constant only shifts the minimum to 0.
 
-    What goes wrong: It lowers chosen answers too. If they are good, accuracy falls behind other methods.
+    What goes wrong: It also lowers chosen answers. If they are good, other methods reach higher accuracy.
 
     Args:
-        beta: β; 0.1 is the paper's.
+        beta: β (paper: 0.1).
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(outputs, batch))
     values = torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -362,19 +357,19 @@ def apo_down(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def sppo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
-    """Self-play preference optimization with hard labels: each log-ratio goes to a target of its sign.
+    """Self-play preference optimization with hard labels: regress log-ratios on a positive or negative target.
 
     ``values = (z_w − 1/(2β))² + (z_l + 1/(2β))²`` with ``z = log π(y)/π_ref(y)``.
 
-    Wu et al. (2024), "Self-play preference optimization for language model alignment" (arXiv 2405.00675), eq. 4.7,
-    where 1/β is η and the chosen answer wins with probability 1. Unlike ``ipo``, each answer has a target, not only
+    Wu et al. (2024), "Self-play preference optimization for language model alignment" (arXiv 2405.00675), eq. 4.7, with
+    η = 1/β and chosen answers winning with probability 1. Unlike ``ipo``, targets apply to single answers instead of
     their difference.
 
-    What goes wrong: The squares grow with the length of an answer, since z is a sum. A small β makes the targets large
-    and the first updates huge; lower the learning rate with β.
+    What goes wrong: Squares grow with answer length, since z is a sum. Small β means large targets and huge first
+    updates; lower the learning rate along with β.
 
     Args:
-        beta: β, in 1 / nats; the paper's is 1e-3 (η = 1e3).
+        beta: β, in 1 / nats (paper: 1e-3, which is η = 1e3).
     """
     chosen, rejected = _log_ratios(outputs, batch)
     target = 1.0 / (2.0 * beta)
@@ -384,17 +379,17 @@ def sppo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def bco(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
-    """Binary classifier optimization over pairs: each answer is classified as good or bad by its reward.
+    """Binary classifier optimization over pairs: classify each answer as good or bad by its reward.
 
     ``values = −log σ(r_w) − log σ(−r_l)`` with ``r = β log π(y)/π_ref(y)``
 
     Jung et al. (2024), "Binary classifier optimization for large language model alignment" (arXiv 2404.04656), eq. 9.
 
-    Departure: the paper shifts both rewards by δ, a running mean of all rewards, so that the classifier is balanced;
-    here δ = 0, as in the pair form that trainers ship.
+    Departure: to balance the classifier, the paper shifts rewards by their running mean δ. Here δ = 0, as in the pair
+    form in common trainers.
 
-    What goes wrong: Without the shift the reward has an absolute zero. Both answers of a pair may end on one side of
-    it, and the likelihood of chosen answers then falls or rises as a whole.
+    What goes wrong: Without a shift, zero is absolute. If both answers of a pair are on the same side, likelihoods of
+    chosen answers rise or fall together.
 
     Args:
         beta: β.
@@ -406,21 +401,21 @@ def bco(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
 
 @register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
 def discopop(outputs: Outputs, batch: Batch, *, beta: Positive = 0.05, temperature: Positive = 0.05) -> Loss:
-    """Discovered preference optimization: a blend of the logistic and the exponential loss, found by search.
+    """Discovered preference optimization: a blend of logistic and exponential losses, found by search.
 
     ``values = (1 − m) (−log σ(l)) + m e^(−l)`` with ``l = βΔ`` and ``m = σ(l / τ)``.
 
     Lu et al. (2024), "Discovering preference optimization algorithms with and for large language models"
-    (arXiv 2406.08414), eq. 5 (log-ratio modulated loss). The loss is not convex: it has a local minimum below l = 0.
+    (arXiv 2406.08414), eq. 5 (log-ratio modulated loss). It is not convex: a local minimum exists below l = 0.
 
-    Departure: e^(−l) is taken at l of at least −20; m is 0 there to the last digit.
+    Departure: in e^(−l), l is clamped to at least −20; at such values m rounds to 0.
 
-    What goes wrong: A pair that is far wrong can rest in the local minimum. Start from a model that orders most pairs
-    rightly.
+    What goes wrong: Badly misordered pairs can get stuck in the local minimum. Start from a model that orders most
+    pairs correctly.
 
     Args:
-        beta: β; 0.05 is the paper's.
-        temperature: τ; 0.05 is the paper's.
+        beta: β (paper: 0.05).
+        temperature: τ (paper: 0.05).
     """
     chosen, rejected = _log_ratios(outputs, batch)
     logit = beta * (chosen - rejected)
@@ -439,27 +434,26 @@ def f_dpo(
     divergence: Literal["forward_kl", "jensen_shannon", "alpha"] = "jensen_shannon",
     alpha: Annotated[float, Range(gt=0, lt=1), if_option_is("divergence", "alpha")] = 0.5,
 ) -> Loss:
-    """DPO derived from another divergence to the reference than the reverse KL.
+    """DPO derived from divergences other than reverse KL.
 
-    ``values = −log σ(β f'(u_w) − β f'(u_l))`` with ``u = π(y)/π_ref(y)``. Up to a constant, with ``z = log u``:
-    ``f' = −e^(−z)`` (forward KL), ``log 2 + log σ(z)`` (Jensen–Shannon), ``(1 − e^(−αz)) / α`` (α-divergence, between
-    the reverse KL, which is ``dpo`` and the limit α → 0, and the forward KL, α = 1).
+    ``values = −log σ(β f'(u_w) − β f'(u_l))`` with ``u = π(y)/π_ref(y)``. Up to a constant, with ``z = log u``: ``f' =
+    −e^(−z)`` (forward KL), ``log 2 + log σ(z)`` (Jensen–Shannon), or ``(1 − e^(−αz)) / α`` (α-divergence, which
+    interpolates between reverse KL at α → 0, equal to ``dpo``, and forward KL at α = 1).
 
     Wang et al. (2023), "Beyond reverse KL: generalizing direct preference optimization with diverse divergence
     constraints" (arXiv 2309.16240), table 1 and eq. 10.
 
-    The rewards in the metrics are β f'(u), shifted to 0 at the reference.
+    Reward metrics are β f'(u), shifted to 0 at the reference.
 
-    Departure: exponents are clamped to ±20, beyond which a pair has no gradient from this answer.
+    Departure: exponents are clamped to ±20; beyond that, an answer contributes no gradient.
 
-    What goes wrong: For answers that became likelier, f' of the forward KL and of Jensen–Shannon flattens, so a chosen
-    answer soon gives no gradient. For answers that became much less likely the forward KL explodes; lower the
-    learning rate.
+    What goes wrong: Under forward KL and Jensen–Shannon, f' flattens as answers become likelier, so chosen answers soon
+    give no gradient. Forward KL explodes as answers become much less likely; lower the learning rate.
 
     Args:
         beta: β.
-        divergence: which f.
-        alpha: α of the α-divergence.
+        divergence: choice of f.
+        alpha: α, for the α-divergence.
     """
     log_ratios = _log_ratios(outputs, batch)
     chosen, rejected = (beta * _divergence_slope(ratio, divergence, alpha) for ratio in log_ratios)
@@ -467,7 +461,7 @@ def f_dpo(
 
 
 def _divergence_slope(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """Return f'(u) at ``log u``, up to a constant that is the same for both answers of a pair."""
+    """Compute f'(u) from ``log u``, up to a constant that cancels within pairs."""
     if divergence == "jensen_shannon":
         return math.log(2.0) + logsigmoid(log_ratio)
     power = 1.0
@@ -481,20 +475,20 @@ def _divergence_slope(log_ratio: Tensor, divergence: str, alpha: float) -> Tenso
 def ld_dpo(
     outputs: Outputs, batch: Batch, *, beta: Positive = 0.1, alpha: Annotated[float, Range(ge=0, le=1)] = 0.5
 ) -> Loss:
-    """Length-desensitized DPO: what an answer has beyond the length of the other one counts less.
+    """Length-desensitized DPO: downweights tokens beyond the shorter answer's length.
 
-    ``values = −log σ(βΔ')``, where Δ' is DPO's Δ with every log-ratio beyond the first ``min(|y_w|, |y_l|)`` tokens of
-    an answer multiplied by α.
+    ``values = −log σ(βΔ')``, where Δ' is DPO's Δ with token log-ratios multiplied by α beyond the first ``min(|y_w|,
+    |y_l|)`` tokens.
 
     Liu et al. (2024), "Length desensitization in direct preference optimization" (arXiv 2409.06411), eq. 9 and 10.
-    α = 1 is ``dpo``.
+    With α = 1 this is ``dpo``.
 
-    What goes wrong: With α = 0 the end of the longer answer is not trained, its end token included. The model may
-    learn to go on.
+    What goes wrong: With α = 0, the end of the longer answer is not trained, including its end token. The model may
+    learn not to stop.
 
     Args:
         beta: β.
-        alpha: α, the weight of the tokens beyond the common length; the paper's are 0.3 to 0.6.
+        alpha: α, weight for tokens beyond the common length (paper: 0.3 to 0.6).
     """
     mask = batch.mask
     lengths = mask.sum(dim=1)
@@ -517,17 +511,17 @@ def mpo(
     quality_weight: NotNegative = 0.2,
     nll_weight: NotNegative = 1.0,
 ) -> Loss:
-    """Mixed preference optimization: a weighted sum of a preference, a quality and a generation loss.
+    """Mixed preference optimization: a weighted sum of preference, quality and generation losses.
 
-    ``values = w_p (−log σ(βΔ)) + w_q (−log σ(r_w) − log σ(−r_l)) − w_g/|y_w| · log π(y_w)``: ``dpo``, ``bco`` and the
-    likelihood of the chosen answer.
+    ``values = w_p (−log σ(βΔ)) + w_q (−log σ(r_w) − log σ(−r_l)) − w_g/|y_w| · log π(y_w)``: ``dpo``, ``bco`` and
+    likelihood of chosen answers.
 
     Wang et al. (2024), "Enhancing the reasoning ability of multimodal large language models via mixed preference
-    optimization" (arXiv 2411.10442), eq. 1; the weights 0.8, 0.2 and 1 are theirs.
+    optimization" (arXiv 2411.10442), eq. 1, with the paper's weights 0.8, 0.2 and 1.
 
-    Departure: the quality loss has no shift δ of the rewards, as in ``bco``.
+    Departure: as in ``bco``, the quality loss does not shift rewards by δ.
 
-    What goes wrong: The likelihood term is the largest at the start. The gradient is then mostly SFT on chosen answers.
+    What goes wrong: Initially the likelihood term is largest, so gradients are mostly SFT on chosen answers.
 
     Args:
         beta: β.
@@ -543,19 +537,19 @@ def mpo(
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """``[B]``: the mean over a row's trained tokens; NaN for an empty answer, which has none."""
+    """Average each row over its trained tokens, ``[B]``; NaN for empty answers."""
     return row_sum(values, mask) / mask.sum(dim=1)
 
 
 def _log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> tuple[Tensor, Tensor]:
-    """``[U]`` each: ``log π(y)/π_ref(y)`` of the chosen and of the rejected answers, or its mean per token."""
+    """Compute ``log π(y)/π_ref(y)`` for chosen and rejected answers, ``[U]`` each, optionally as means per token."""
     difference = outputs.logprobs - batch.field("ref_logprobs")
     rows = nan_unless_finite((_row_means if mean else row_sum)(difference, batch.mask))
     return rows[0::2], rows[1::2]
 
 
 def _per_nat(beta: float, batch: Batch, mean: bool) -> float | Tensor:
-    """Return the reward of one nat of an answer's log-probability: β, or β over its tokens, ``[B]``."""
+    """Convert one nat of an answer's log-probability to reward: β, or β / tokens, ``[B]``."""
     return beta / batch.mask.sum(dim=1) if mean else beta
 
 
@@ -568,10 +562,10 @@ def _with_metrics(
     per_nat: float | Tensor,
     nll: Tensor | None = None,
 ) -> Loss:
-    """Return the loss with the metrics of every pair objective; ``chosen`` and ``rejected`` are rewards, ``[U]``.
+    """Add the metrics common to all pair objectives; ``chosen`` and ``rejected`` are rewards, ``[U]``.
 
-    ``per_nat``: what one nat of an answer's log-probability adds to its reward, of all or of each ``[B]``. A tie is one
-    in log-probabilities, whatever β makes of them.
+    ``per_nat``: reward per nat of log-probability, a scalar or ``[B]``. Ties are defined on log-probabilities,
+    independent of β.
     """
     margin = (chosen - rejected).detach()
     logprobs = row_sum(outputs.logprobs.detach(), batch.mask)

@@ -1,4 +1,4 @@
-"""The pieces that objectives are made of: log-ratios, KL estimators, clipping. Pure, per token.
+"""Building blocks for objectives: log-ratios, KL estimators, clipping. Pure, per token.
 
 Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from posttrain.signatures import Float
 
-# exp(20) ≈ 5e8: beyond it a ratio is a numerical accident and only its sign matters.
+# exp(20) ≈ 5e8: larger ratios are numerical accidents; only the sign matters
 MAX_LOG_RATIO = 20.0
 
 Tokens = Float[Tensor, "B T"]
 
 
 def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
-    """``log π(a) − log μ(a)`` at trained tokens, 0 elsewhere; clamped to ±20.
+    """Compute ``log π(a) − log μ(a)`` at trained tokens, clamped to ±20; 0 elsewhere.
 
-    A behaviour log-probability of −inf (a token that the behaviour policy could not have drawn)
-    would give an infinite ratio; the clamp keeps value and gradient finite. NaN stays NaN: the loop
-    refuses it, and hiding it here would train on nothing.
+    Behavior log-probabilities of −inf (tokens the behavior policy cannot sample) would give infinite ratios. Clamping
+    keeps values and gradients finite. NaN is passed on for the loop to reject; replacing it would silently skip the
+    token.
     """
     difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     return difference.nan_to_num(nan=math.nan, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO).clamp(
@@ -32,17 +32,17 @@ def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
 
 
 def is_clamped(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Float[Tensor, "B T"]:
-    """1 at trained tokens whose log-ratio ``log_ratio`` clamps, 0 elsewhere."""
+    """Mark trained tokens with clamped log-ratios (see ``log_ratio``) by 1, others by 0."""
     return (mask & ((logprobs - old_logprobs).abs() > MAX_LOG_RATIO)).to(logprobs.dtype)
 
 
 def row_sum(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
-    """The sum of each row over its trained tokens; what lies elsewhere (NaN too) does not count."""
+    """Sum each row over its trained tokens, ignoring other positions even if NaN."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)
 
 
 def row_mean(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
-    """The mean of each row over its trained tokens; 0 for a row without any (it has no weight either)."""
+    """Average each row over its trained tokens; 0 for rows without any, which have no weight either."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
@@ -55,7 +55,7 @@ def kl_k1(log_ratio_to_reference: Tokens) -> Tokens:
 
 
 def kl_k2(log_ratio_to_reference: Tokens) -> Tokens:
-    """k2 = r²/2 with r = log π − log π_ref: biased, low variance; its gradient is that of the KL.
+    """k2 = r²/2 with r = log π − log π_ref: biased, low variance; its gradient equals the KL gradient.
 
     Schulman (2020), "Approximating KL divergence".
     """
@@ -63,9 +63,9 @@ def kl_k2(log_ratio_to_reference: Tokens) -> Tokens:
 
 
 def kl_k3(log_ratio_to_reference: Tokens) -> Tokens:
-    """k3 = e^(−r) − 1 + r with r = log π − log π_ref: unbiased for KL(π‖π_ref) and never negative.
+    """k3 = e^(−r) − 1 + r with r = log π − log π_ref: unbiased for KL(π‖π_ref), never negative.
 
-    Schulman (2020), "Approximating KL divergence"; the form in DeepSeekMath (2024), eq. 4.
+    Schulman (2020), "Approximating KL divergence"; used in DeepSeekMath (2024), eq. 4.
     """
     return torch.expm1(-log_ratio_to_reference) + log_ratio_to_reference
 
@@ -74,7 +74,7 @@ KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def row_last(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
-    """The value at the last trained token of each row; NaN for a row without any."""
+    """Pick each row's value at its last trained token; NaN for rows without any."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, torch.full_like(positions, -1)).amax(dim=1)
     picked = values.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
@@ -82,38 +82,38 @@ def row_last(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
 
 
 def nan_unless_finite(values: Tensor) -> Tensor:
-    """Return the values with NaN, which the loop refuses, in place of infinity.
+    """Replace infinities with NaN, which the loop rejects.
 
-    A bounded or one-sided loss of an infinite reward is finite, so that a broken row (a token of
-    probability 0, an overflow) would pass as a row that has nothing left to learn.
+    Bounded or one-sided losses map infinite rewards to finite values, so broken rows (zero probability, overflow) would
+    look like rows with nothing left to learn.
     """
     return torch.where(values.isfinite(), values, torch.full_like(values, math.nan))
 
 
-# Log-probabilities of one answer from two forward passes differ by rounding, relative to their size, by less.
+# Relative rounding between log-probabilities of one answer from two forward passes is smaller.
 TIE = 1e-6
 
 
 def wins(margin: Tensor, size: Tensor | None = None) -> Tensor:
-    """1 where the margin is positive, 0 where it is negative, 1/2 at a tie; NaN stays NaN. Detached.
+    """Map positive margins to 1, negative margins to 0, ties to 1/2, and NaN to NaN. Detached.
 
-    ``size``: that of the numbers whose difference the margin is, in its unit. A margin below a millionth of it is
-    rounding and counts as a tie, so that a policy that is its own reference is right half the time.
+    ``size``: magnitude of the terms whose difference is the margin, in equal units. Margins below a millionth of it are
+    rounding and count as ties, so that a policy equal to its reference scores one half.
     """
     margin = margin.detach()
     tie = torch.zeros_like(margin, dtype=torch.bool) if size is None else margin.abs() <= TIE * size.detach()
     return torch.where(margin.isnan(), margin, 0.5 + 0.5 * margin.masked_fill(tie, 0.0).sign())
 
 
-# The largest argument of log1mexp: a log-probability closer to 0 than this is rounding (1 − p ≈ 1e-6).
+# Upper bound on log1mexp's argument: log-probabilities closer to 0 are rounding (1 − p ≈ 1e-6).
 MAX_LOGPROB = -1e-6
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """``log(1 − e^x)`` for x < 0: the log-probability of "not this"; x is clamped to at most −1e-6.
+    """Compute ``log(1 − e^x)`` for x < 0, the log-probability of the complement. x is clamped to at most −1e-6.
 
-    Mächler (2012), "Accurately computing log(1 − exp(−|a|))": expm1 near 0, log1p far from it. The
-    clamp keeps the branch that is not taken finite too (in fp32 as well), and with it the gradient.
+    Mächler (2012), "Accurately computing log(1 − exp(−|a|))": expm1 near 0, log1p elsewhere. Clamping also keeps the
+    unused branch finite, and hence its gradient, in fp32 too.
     """
     x = x.clamp(max=MAX_LOGPROB)
     near = torch.log(-torch.expm1(x))
@@ -122,16 +122,15 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def categorical_kl(p: Tensor, q: Tensor) -> Tensor:
-    """``Σ_k p (log p − log q)`` of log-probabilities ``[B, T, K]`` → ``[B, T]``."""
+    """Compute ``Σ_k p (log p − log q)`` from log-probabilities, ``[B, T, K]`` → ``[B, T]``."""
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """``[B, T, K]`` → ``[B, T, K + 1]``: the last is the log-probability of any other token.
+    """Append the log-probability of all other tokens, ``[B, T, K]`` → ``[B, T, K + 1]``.
 
-    ``log(1 − Σ)`` as ``log(−expm1(log Σ))``. Where the candidates are the whole vocabulary, the rest is 0
-    up to rounding, of either sign: it is then set to the smallest that the precision can tell from 0, as
-    a constant, so that it adds nothing and has no gradient.
+    Computes ``log(1 − Σ)`` as ``log(−expm1(log Σ))``. If candidates cover the whole vocabulary, the rest is 0 up to
+    rounding of either sign. It is then a constant, the machine epsilon, which contributes nothing and has no gradient.
     """
     smallest = torch.finfo(logprobs.dtype).eps
     total = logprobs.logsumexp(dim=-1, keepdim=True).clamp(max=-smallest)

@@ -1,7 +1,7 @@
-"""Reward models: a head's score of an answer, of every token, or of every step.
+"""Reward models: head scores per answer, token or step.
 
-All read ``outputs.scores`` (``[B, T]``, or ``[B, T, C]`` for C classes), the head's output *at* a token, which
-has seen the token itself and all before it.
+All read ``outputs.scores`` (``[B, T]``, or ``[B, T, C]`` for C classes), the head's output *at* a token, which depends
+on this token and all earlier ones.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from posttrain.types import Batch, Loss, Outputs
 def bradley_terry(
     outputs: Outputs, batch: Batch, *, margin: bool = False, centering: Annotated[float, Range(ge=0)] = 0.0
 ) -> Loss:
-    """Reward model from pairs: the probability that the chosen answer beats the rejected one.
+    """Pairwise reward model: probability that the chosen answer beats the rejected one.
 
-    ``values = −log σ(r_w − r_l − m) + c (r_w + r_l)²``, r being the score at an answer's last trained token.
+    ``values = −log σ(r_w − r_l − m) + c (r_w + r_l)²``, where r is the score at an answer's last trained token.
 
-    Bradley and Terry (1952); as a loss for reward models Ouyang et al. (2022), "Training language
+    Bradley and Terry (1952); as reward-model loss: Ouyang et al. (2022), "Training language
     models to follow instructions with human feedback" (arXiv 2203.02155), eq. 1. m: Touvron et al. (2023), "Llama 2"
-    (arXiv 2307.09288), eq. 2, a number that grows with how much better the answer was judged. c: Eisenstein et al.
-    (2023), "Helping or herding?", eq. 2: only differences are determined by pairs, this pulls their mean to 0; 0.01
-    is common.
+    (arXiv 2307.09288), eq. 2, a margin that grows with the rated difference. c: Eisenstein et al. (2023), "Helping or
+    herding?", eq. 2. Pairs determine only differences; this term pulls their mean to 0. A common value is 0.01.
 
-    What goes wrong: Pair accuracy on training pairs rises while held-out accuracy does not. Stop at the best
-    checkpoint.
+    What goes wrong: Training accuracy rises while held-out accuracy does not. Stop at the best checkpoint.
 
-    Shapes: scores ``[B, T]``, margins ``[B]`` (equal on both rows of a pair) → values ``[B / 2]``. An infinite
-    score, or an answer without a trained token, gives NaN, which the loop refuses.
+    Shapes: scores ``[B, T]``, margins ``[B]`` (equal in both rows of a pair) → values ``[B / 2]``. Infinite scores, and
+    answers without trained tokens, give NaN, which the loop rejects.
 
-    Metrics: ``margin`` (r_w − r_l), ``pair_accuracy`` (margin > 0, whatever m is; a tie counts one half),
+    Metrics: ``margin`` (r_w − r_l), ``pair_accuracy`` (margin > 0, independent of m; ties count one half),
     ``chosen_score``, ``rejected_score``.
 
     Args:
-        margin: subtract the batch field ``margins``.
+        margin: subtract batch field ``margins``.
         centering: c.
     """
     scores = nan_unless_finite(row_last(_scores(outputs, 2), batch.mask))
@@ -71,7 +69,7 @@ def bradley_terry(
 
 
 def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
-    """Add ``answer_accuracy``, that of the scores at the answers' last tokens."""
+    """Add ``answer_accuracy``, the accuracy of scores at last tokens."""
     correct, last = means.pop("final_token_right"), means.pop("final_token")
     return means | {"answer_accuracy": correct / last}
 
@@ -86,33 +84,31 @@ def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
     derive=accuracy_at_the_end,
 )
 def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"] = "all") -> Loss:
-    """Outcome reward model: at each token, the probability that the answer will turn out right.
+    """Outcome reward model: per token, the probability that the answer will be correct.
 
-    ``values = −z log σ(s_t) − (1 − z) log σ(−s_t)``, z being the label of the whole answer.
+    ``values = −z log σ(s_t) − (1 − z) log σ(−s_t)``, where z labels the whole answer.
 
-    Cobbe et al. (2021), "Training verifiers to solve math word problems" (arXiv 2110.14168), section 4: a verifier
-    that judges after every token. Departures: binary cross-entropy on the score of a linear head, and no
-    language-modelling loss next to it. An answer is ranked by the score of its last token.
+    Cobbe et al. (2021), "Training verifiers to solve math word problems" (arXiv 2110.14168), section 4: a verifier that
+    scores after every token. Departures: binary cross-entropy on scores of a linear head, without an auxiliary
+    language-modeling loss. Answers are ranked by the score at their last token.
 
-    What goes wrong: With few correct answers the score is near their base rate. Balance the rows.
+    What goes wrong: If few answers are correct, scores stay near the base rate. Balance the rows.
 
-    Shapes: scores ``[B, T]``, labels ``[B]`` (1 right, 0 wrong; a share between them is a soft label) →
-    values ``[B, T]``.
+    Shapes: scores ``[B, T]``, labels ``[B]`` (1 correct, 0 wrong; soft labels in between) → values ``[B, T]``.
 
-    Metrics: ``outcome_accuracy`` (the score's sign agrees with the label, over all trained tokens; 0
-    counts one half), ``final_token`` (1 at an answer's last token, else 0) and ``final_token_right`` (1 where
-    that token's score agrees as well): the mean of the latter divided by that of the former is the accuracy of
-    the answers' final scores.
+    Metrics: ``outcome_accuracy`` (the score's sign agrees with the label, over all trained tokens; 0 counts one half),
+    ``final_token`` (1 at an answer's last token, else 0) and ``final_token_right`` (1 if that token's score also
+    agrees). Dividing the mean of ``final_token_right`` by the mean of ``final_token`` gives the accuracy of final
+    scores.
 
     Args:
-        positions: ``all`` tokens, or the ``last`` one only. Its value then stands for all |y| tokens of the
-            row (it is |y| times as large, the others are 0), so that ``aggregate: sequence_mean`` gives
-            the mean over answers; ``token_mean`` would weigh long answers more.
+        positions: ``all`` tokens, or only the ``last`` one. The last value is then scaled by |y| and others are 0, so
+            that ``aggregate: sequence_mean`` averages over answers; ``token_mean`` would weight long answers more.
     """
     scores = _zero_outside(_scores(outputs, 2), batch.mask)
     labels = batch.field("labels").to(scores.dtype)[:, None].expand_as(scores)
     values = binary_cross_entropy_with_logits(scores, labels, reduction="none")
-    later = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
+    later = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from this position on
     final = (batch.mask & (later == 1)).to(scores.dtype)
     correct = wins(scores * (2.0 * labels - 1.0))
     if positions == "last":
@@ -131,31 +127,31 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
     head_outputs="num_classes",
 )
 def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -> Loss:
-    """Process reward model: each step of a solution is judged at its last token.
+    """Process reward model: scores each step of a solution at its last token.
 
     Two classes: ``values = −z log σ(s) − (1 − z) log σ(−s)``, z = 1 for a good step. Three:
     ``values = −log softmax(s)[z]``, z = 0 negative, 1 neutral, 2 positive.
 
-    Lightman et al. (2023), "Let's verify step by step" (arXiv 2305.20050, PRM800K; three classes); two classes, from
-    automatic labels: Wang et al. (2023), "Math-Shepherd" (arXiv 2312.08935). Departure: a head of its own in place of
-    the log-probabilities of label tokens.
+    Lightman et al. (2023), "Let's verify step by step" (arXiv 2305.20050, PRM800K; three classes). Two classes from
+    automatic labels: Wang et al. (2023), "Math-Shepherd" (arXiv 2312.08935). Departure: a separate head instead of
+    log-probabilities of label tokens.
 
-    What goes wrong: Later steps after a mistake are labelled wrong; a model may learn the position of a step in
-    place of its content.
+    What goes wrong: Steps after a mistake are labeled wrong, so models may learn a step's position instead of its
+    content.
 
-    Shapes: the mask is True at the ends of steps only; scores ``[B, T]`` for two classes, ``[B, T, 3]`` for
-    three; ``step_labels`` ``[B, T]`` → values ``[B, T]``. With two classes a label between 0 and 1 is a soft label
+    Shapes: the mask is True only at step ends; scores ``[B, T]`` for two classes, ``[B, T, 3]`` for
+    three; ``step_labels`` ``[B, T]`` → values ``[B, T]``. With two classes, labels between 0 and 1 are soft labels
     (Math-Shepherd's soft estimation).
 
-    Metrics: ``step_accuracy`` (two classes: the score's sign agrees with a label on the same side of
-    1/2, a tie on either counts one half; three: the most probable class is the label), ``positive_share``
-    (steps whose label is the highest class: what always saying "good" would get).
+    Metrics: ``step_accuracy`` (two classes: the score's sign agrees with the label's side of 1/2, ties count one half;
+    three classes: the most probable class is the label), ``positive_share`` (fraction of steps with the highest class
+    as label: the accuracy of always predicting "good").
 
     Args:
         num_classes: 2 or 3.
 
     Raises:
-        UsageError: a label that is no class.
+        UsageError: invalid label.
     """
     mask = batch.mask
     labels = _zero_outside(batch.field("step_labels"), mask)
@@ -182,12 +178,12 @@ def _scores(outputs: Outputs, num_dimensions: int) -> Tensor:
 
 
 def _zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the values with 0 outside of the mask (NaN too), without gradient there."""
+    """Replace values outside the mask with 0 (even NaN), without gradients there."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def _refuse_wrong_labels(labels: Tensor, num_classes: int) -> None:
-    """Refuse a label outside of the classes; waits for the device once."""
+    """Reject labels outside the classes; synchronizes the device once."""
     known = (labels >= 0) & (labels <= num_classes - 1)
     if num_classes > 2:
         known &= labels == labels.round()

@@ -1,4 +1,4 @@
-"""The clipped surrogate and the regularizers of policy objectives. Pure, per token.
+"""Clipped surrogate and regularizers for policy objectives. Pure, per token.
 
 Shapes: B rows, T tokens. Nothing here reduces over tokens or rows.
 """
@@ -18,17 +18,17 @@ from posttrain.types import UNMASKED, Batch, Loss, Outputs
 NotNegative = Annotated[float, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]
 KlEstimator = Literal["k1", "k2", "k3"]
-PenaltyEstimator = Literal["k1", "k2", "k3", "k3_weighted"]  # of a penalty in the loss
+PenaltyEstimator = Literal["k1", "k2", "k3", "k3_weighted"]  # for a penalty in the loss
 ClipMax = Annotated[float, Range(gt=1)]
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_max: float | None = None
 ) -> Loss:
-    """``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` with the metrics ``ratio`` and ``clip_fraction``.
+    """Compute ``−min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)`` and metrics ``ratio`` and ``clip_fraction``.
 
-    With ``clip_max`` (c) the dual clip: where A < 0 the value is at most ``−c A``, so that a token that became far
-    likelier does not dominate the update.
+    ``clip_max`` (c) adds dual clipping: if A < 0, values are at most ``−c A``, so tokens that became far likelier do
+    not dominate updates.
     """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     is_clipped = ((ratio < 1.0 - clip_low) & (advantages < 0)) | ((ratio > 1.0 + clip_high) & (advantages > 0))
@@ -42,12 +42,12 @@ def clipped_surrogate(
 
 
 def with_masks(objective: Callable[[Outputs, Batch], Loss]) -> Callable[[Outputs, Batch], Loss]:
-    """Return the objective with a value of 0 at the tokens that masks leave out (``unmasked``)."""
+    """Wrap an objective to return 0 at tokens excluded by masks (``unmasked``)."""
 
     def masked(outputs: Outputs, batch: Batch) -> Loss:
         loss = objective(outputs, batch)
         if not isinstance(loss, Loss):
-            return loss  # of a user's own function; the loop says what is wrong with it
+            return loss  # from a user's function; the loop reports what is wrong
         kept = batch.field(UNMASKED) > 0
         return Loss(torch.where(kept, loss.values, torch.zeros_like(loss.values)), loss.metrics)
 
@@ -61,12 +61,12 @@ def with_regularizers(
     kl_estimator: PenaltyEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Callable[[Outputs, Batch], Loss]:
-    """Return the objective followed by ``regularize``."""
+    """Wrap an objective to add regularizers."""
 
     def regularized(outputs: Outputs, batch: Batch) -> Loss:
         loss = objective(outputs, batch)
         if not isinstance(loss, Loss):
-            return loss  # of a user's own function; the loop says what is wrong with it
+            return loss  # from a user's function; the loop reports what is wrong
         return add_regularizers(
             loss, outputs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
         )
@@ -77,23 +77,23 @@ def with_regularizers(
 def add_regularizers(
     loss: Loss, outputs: Outputs, batch: Batch, *, kl_coef: float, kl_estimator: PenaltyEstimator, entropy_coef: float
 ) -> Loss:
-    """``values + β · kl − c_H · H`` of an objective with a policy term, whose values are per token, ``[B, T]``.
+    """Compute ``values + β · kl − c_H · H`` for objectives with a policy term and values per token, ``[B, T]``.
 
-    The metrics ``kl_ref`` (k3, if β > 0) and ``entropy`` are added. ``kl_coef`` is β, ``entropy_coef`` c_H in nats.
+    Adds metrics ``kl_ref`` (k3, if β > 0) and ``entropy``. ``kl_coef`` is β, ``entropy_coef`` is c_H, in nats.
 
-    What counts of an estimator in the loss is its gradient, and an unbiased estimator of the KL need
-    not have an unbiased gradient. With tokens drawn from the policy itself (Tang & Munos 2025, "On a
+    In a loss, only an estimator's gradient matters, and unbiased KL estimators may have biased gradients. For tokens
+    sampled from the current policy (Tang & Munos 2025, "On a
     few pitfalls in KL divergence gradient estimation for RL", section 3; Liu et al. 2025, "Rethinking
     KL regularization in RLHF"):
 
-    * k1: the gradient has expectation 0. It adds noise and regularizes nothing; k1 belongs in the reward.
-    * k2: the gradient of KL(π‖π_ref), the one that is meant.
-    * k3: the gradient of KL(π_ref‖π), another regularizer with the same minimum. Published GRPO uses it.
+    * k1: zero expected gradient. It adds noise and regularizes nothing; use k1 in the reward instead.
+    * k2: gradient of KL(π‖π_ref), as intended.
+    * k3: gradient of KL(π_ref‖π), a different regularizer with the same minimum. Published GRPO uses it.
 
-    In later updates on the same rollouts the tokens are no longer the policy's own; none of these three is
-    reweighted for that. ``k3_weighted`` is: ``ρ · k3`` with ρ = π/μ, μ the policy of ``old_logprobs``, and a gradient
-    through ρ, too (DeepSeek-V3.2 2025, section 3.1; arXiv 2512.02556). Value and gradient are then those of
-    KL(π‖π_ref) at every token, in later updates as well.
+    In later updates on the same rollouts, tokens no longer come from the current policy, and these three do not correct
+    for it. ``k3_weighted`` does: ``ρ · k3`` with ρ = π/μ, where μ is the policy of ``old_logprobs``, with gradients
+    through ρ as well (DeepSeek-V3.2 2025, section 3.1; arXiv 2512.02556). Its values and gradients are unbiased for
+    KL(π‖π_ref) at every token, also in later updates.
     """
     values, metrics = loss.values, dict(loss.metrics)
     if kl_coef != 0.0:

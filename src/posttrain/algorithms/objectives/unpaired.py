@@ -1,4 +1,4 @@
-"""Preference objectives over single answers that are labelled as desirable or not: one number per row."""
+"""Preference objectives for single answers labeled desirable or undesirable: one value per row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from posttrain.types import Batch, Loss, Outputs
 
 
 def divide_rewards(means: dict[str, float]) -> dict[str, float]:
-    """Add ``desirable_reward`` and ``undesirable_reward``: means over the rows of either kind, where there are any.
+    """Add ``desirable_reward`` and ``undesirable_reward``, means over rows of each kind if present.
 
-    Their difference is the ``margin``.
+    ``margin`` is their difference.
     """
-    if "desirable" not in means:  # of a part of a mixture loss and accuracies alone are measured
+    if "desirable" not in means:  # mixture parts only measure loss and accuracy
         return means
     share, wrong = means["desirable"], means.pop("undesirable_reward_part")
     correct = means.pop("desirable_reward_part")
@@ -35,27 +35,26 @@ def kto(
     desirable_weight: NotNegative = 1.0,
     undesirable_weight: NotNegative = 1.0,
 ) -> Loss:
-    """Kahneman–Tversky optimization: gains and losses against a reference point, without pairs.
+    """Kahneman–Tversky optimization: gains and losses relative to a reference point, without pairs.
 
     ``values = λ_D (1 − σ(β(r − z₀)))`` for a desirable answer and ``λ_U (1 − σ(β(z₀ − r)))`` for an
-    undesirable one, with ``r = log π(y)/π_ref(y)`` (a sum over its tokens) and z₀ an estimate of KL(π‖π_ref).
+    undesirable one, where ``r = log π(y)/π_ref(y)`` (summed over tokens) and z₀ estimates KL(π‖π_ref).
 
     Ethayarajh et al. (2024), "KTO: model alignment as prospect theoretic optimization" (arXiv 2402.01306), section
-    4.1. z₀ has no gradient; the batch field ``kl_baseline`` holds it, estimated from mismatched prompts and answers
-    of the whole optimizer batch and at least 0. With unequal numbers of the two kinds of answers, keep λ_D times the
-    number of desirable ones near λ_U times that of the others.
+    4.1. z₀ has no gradient. Batch field ``kl_baseline`` contains it: nonnegative, estimated from mismatched prompts and
+    answers across the whole optimizer batch. If classes are unbalanced, keep λ_D × (number of desirable answers) near
+    λ_U × (number of undesirable answers).
 
-    What goes wrong: A rating that is read as a label makes it train on bad answers. State the threshold of
-    desirable answers.
+    What goes wrong: If ratings are read as labels, it trains on bad answers. Set the threshold for desirable answers.
 
     Shapes: logprobs, ``ref_logprobs`` ``[B, T]``, labels (1 desirable, 0 not), ``kl_baseline`` ``[B]`` → values
-    ``[B]``. A label between 0 and 1 is a share: both losses are mixed. A row with an impossible token
-    (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
+    ``[B]``. Labels between 0 and 1 mix both losses. Rows with an impossible token (log-probability −inf) have value
+    NaN, which the loop rejects; nothing is clamped.
 
-    Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr on the label's side of βz₀; a
-    tie counts one half), ``logprob``. Over all rows, so that micro-batches can be averaged: ``desirable``
-    (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
-    that kind, 0 on the other; divided by the share of the kind they are its mean reward).
+    Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr is on the label's side of βz₀; ties
+    count one half), ``logprob``. Averaged over all rows, so that micro-batches combine: ``desirable`` (fraction of
+    desirable rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of this kind, else 0;
+    dividing by the kind's fraction gives its mean reward).
 
     Args:
         beta: β.

@@ -120,4 +120,7 @@ def error_response(error: PosttrainError) -> Response:
         status = 400
     status = getattr(error, "status", status)
     content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
-    return Response(content, status, media_type="application/json")
+    headers = {}
+    if status == 408:  # what still arrives of the body is not the next request
+        headers["Connection"] = "close"
+    return Response(content, status, headers, media_type="application/json")

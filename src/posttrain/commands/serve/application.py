@@ -22,6 +22,7 @@ from posttrain.commands.serve import requests
 from posttrain.commands.serve.access import error_body, error_response
 from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
+from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of
@@ -160,12 +161,7 @@ class Api:
         Raises:
             BadRequest: an invalid body, or a different model.
         """
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > MAX_BODY_BYTES:
-                text = f"the body has more than {MAX_BODY_BYTES:,} bytes; send smaller requests"
-                raise BadRequest(text, code="too_large", status=413)
+        content = await read_content(request, MAX_BODY_BYTES)
 
         def parse() -> requests.RequestT:
             try:

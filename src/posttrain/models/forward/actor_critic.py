@@ -80,6 +80,7 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
         lengths=batch.lengths + 1,
         fields={},
         weights=None,
+        experts=None if batch.experts is None else F.pad(batch.experts, (0, 0, 0, 0, 0, 1), value=-1),
     )
     scores = reader.read_scores(longer)
     assert scores.ndim == 2, "a value is one number per token"

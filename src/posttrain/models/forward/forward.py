@@ -17,7 +17,8 @@ from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.forward.predictions import Distribution, Draws, Entropy, States
-from posttrain.models.forward.routers import Routers, RouterSums, rows_of_tokens
+from posttrain.models.forward.routing.replay import ReplayedPass, RouterReplay
+from posttrain.models.forward.routing.routers import Routers, RouterSums, rows_of_tokens
 from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
 from posttrain.types import Batch, Outputs
@@ -91,6 +92,9 @@ class Forward:
         self.restricts_targets = False
         self.routers: Routers | None = None  # if set, each pass stores ``routed``
         self.routed: RouterSums | None = None
+        self.replay: RouterReplay | None = None  # for batches that have ``experts``
+        self._replayed: ReplayedPass | None = None
+        self._last_experts: Tensor | None = None
         self.noise: NoisyRows | None = None  # added to embeddings
         self.choose_path()
         self.last_packing: Packing | None = None
@@ -99,8 +103,11 @@ class Forward:
     def alike(
         self, model: Model, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
-        """Build a similar pass for another model or head."""
-        return Forward(model, self.temperature, head, reads, scores_only, self.precision)
+        """Build a similar pass for another model or head. Only the same model replays experts."""
+        forward = Forward(model, self.temperature, head, reads, scores_only, self.precision)
+        if model is self.model:
+            forward.replay = self.replay
+        return forward
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +144,8 @@ class Forward:
         """Pack a batch onto the model's device; None for the padded path."""
         if not self.packs(batch):
             return None
+        if self.replay is None:
+            batch = replace(batch, experts=None)
         if self.noise is not None:  # noise differs per row, so prompts cannot be shared
             batch = replace(batch, group=torch.arange(batch.num_rows))
         return pack(self._as_read(batch), reads=self.reads, keeps_last=self.routers is not None).to(self.device)
@@ -160,13 +169,13 @@ class Forward:
 
     def _outputs(
         self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The fields of ``Outputs``, in order."""
         assert not (with_candidates and self.scores_only), "a model that only scores has no distributions"
         states = self._states(batch, packing, predicts=not self.scores_only)
         scores = None if states.reading is None else self._scores(states)
         if states.predicting is None:
-            return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None
+            return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None, None
         candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
         logprobs, entropies, of_candidates = self._distribution.predict(
             states, entropy, candidates, self._draws_of(batch)
@@ -176,7 +185,18 @@ class Forward:
             None if entropies is None else states.spread(entropies),
             scores,
             None if of_candidates is None else states.spread(of_candidates),
+            self._rerouted(batch, packing, states),
         )
+
+    def _rerouted(self, batch: Batch, packing: Packing | None, states: States) -> Tensor | None:
+        """Spread the fraction of routers that replay changed to the tokens predicted there."""
+        if self._replayed is None:
+            return None
+        fractions = self._replayed.rerouted()
+        if packing is not None:
+            return states.spread(fractions.index_select(0, packing.predictors))
+        before = fractions.view(batch.num_rows, -1)[:, : batch.tokens.shape[1] - 1]
+        return states.spread(before[batch.mask[:, 1:].to(before.device)])
 
     def read_scores(self, batch: Batch) -> Tensor:
         """Compute head scores, ``[B, T]`` or ``[B, T, C]``, skipping the LM head."""
@@ -198,12 +218,14 @@ class Forward:
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Context of backward: gradient checkpointing recomputes attention and needs the packing."""
-        if self.last_packing is None:
+        """Context of backward: gradient checkpointing recomputes layers, with packing and replayed experts."""
+        with ExitStack() as around:
+            if self.last_packing is not None:
+                around.enter_context(packed_attention(self.last_packing))
+                around.enter_context(self.layers)
+            if self.replay is not None and self._last_experts is not None:
+                around.enter_context(self.replay.replaying(self._last_experts))
             yield
-        else:
-            with packed_attention(self.last_packing), self.layers:
-                yield
 
     def _columns(self, batch: Batch) -> int:
         """Count computed columns; final columns predict nothing, so they are dropped unless read."""
@@ -233,7 +255,10 @@ class Forward:
             noise = None
             if self.noise is not None:
                 noise = self.noise.rectangle(columns, self._width)
-            with self._watched(filled.flatten(), noise):
+            experts = None
+            if self.replay is not None and batch.experts is not None:
+                experts = batch.experts[:, :columns].flatten(0, 1).to(self.device)
+            with self._watched(filled.flatten(), noise, experts):
                 return self._padded(self._as_read(batch).to(self.device), columns, predicts)
         weights: Tensor | None = None
         if self.routers is not None:
@@ -241,7 +266,7 @@ class Forward:
         noise = None
         if self.noise is not None:
             noise = self.noise.stream(packing, self._width)
-        with self._watched(weights, noise):
+        with self._watched(weights, noise, packing.experts):
             states = self._packed(packing, predicts)
         self.last_slots, self.last_tokens = packing.num_slots, packing.num_tokens
         return states
@@ -251,10 +276,17 @@ class Forward:
         return int(causal_lm(self.model).get_input_embeddings().weight.shape[1])
 
     @contextmanager
-    def _watched(self, weights: Tensor | None, noise: Tensor | None) -> Iterator[None]:
-        """Read the routers of a pass, whose tokens stand for ``weights [N]`` rows, and add noise to its embeddings."""
+    def _watched(self, weights: Tensor | None, noise: Tensor | None, experts: Tensor | None) -> Iterator[None]:
+        """Read the routers of a pass, whose tokens stand for ``weights [N]`` rows, and add noise to its embeddings.
+
+        ``experts`` ``int16 [N, routers, k]``: choices to replay.
+        """
         logits: list[Tensor] = []
+        self._replayed = None
+        self._last_experts = experts
         with ExitStack() as around:
+            if self.replay is not None and experts is not None:
+                self._replayed = around.enter_context(self.replay.replaying(experts))
             if noise is not None:
                 from posttrain.models.forward.noise import added_to
 
@@ -264,7 +296,10 @@ class Forward:
             yield
         if self.routers is not None:
             assert weights is not None, "known where routers are read"
-            self.routed = self.routers.sums(logits, weights.to(logits[0].device))
+            chosen = None
+            if self._replayed is not None:
+                chosen = self._replayed.chosen
+            self.routed = self.routers.sums(logits, weights.to(logits[0].device), chosen)
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)

@@ -88,7 +88,7 @@ def split_rows(
     units with similar token totals, possibly none.
     """
     lengths = batch.lengths.tolist()
-    groups = batch.group.tolist()
+    groups = batch.prompt_groups.tolist()
     prefixes = batch.prefix.tolist()
     each = batch.rows_per_unit
     order = sorted(range(0, len(lengths), each), key=lambda first: (groups[first], first))

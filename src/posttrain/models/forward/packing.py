@@ -159,7 +159,8 @@ class Packing:
     tokens, positions ``int64 [N]``, the first ``num_tokens`` real; runs: distinct prompts, then row remainders, in
     stream order; predictors ``int64 [M]``: stream index predicting the m-th trained token, the first ``num_targets``
     real; targets ``int64 [M]``; where ``bool [B, T]``: trained positions. read ``int64 [K]``: every index in
-    predictors and readers, plus filler; None if nearly everything is read.
+    predictors and readers, plus filler; None if nearly everything is read. experts ``int16 [N, routers, k]``: expert
+    choices to replay, -1 for filler; None without.
     """
 
     tokens: Tensor
@@ -172,6 +173,7 @@ class Packing:
     num_targets: int
     where: Tensor
     read: Tensor | None = None
+    experts: Tensor | None = None
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
@@ -245,7 +247,17 @@ def pack(batch: Batch, reads: Reads = "before", *, keeps_last: bool = False) -> 
         num_targets=len(rows_at),
         where=batch.mask,
         read=None if read is None else on_device(read),
+        experts=_pack_experts(batch.experts, pieces, len(stream)),
     )
+
+
+def _pack_experts(experts: Tensor | None, pieces: Sequence[tuple[int, int, int]], size: int) -> Tensor | None:
+    """Concatenate expert choices ``[B, T, routers, k]`` for pieces (row, first token, end), filling with -1."""
+    if experts is None:
+        return None
+    packed = torch.cat([experts[row, start:end] for row, start, end in pieces])
+    filler = packed.new_full((size - len(packed), *packed.shape[1:]), -1)
+    return torch.cat([packed, filler])
 
 
 def _read(at: np.ndarray, size: int) -> np.ndarray | None:
@@ -259,7 +271,7 @@ def _read(at: np.ndarray, size: int) -> np.ndarray | None:
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
     """Find a representative row for every shared prompt, and each row's prompt index (-1: unshared)."""
     mask = batch.mask.cpu().numpy()
-    lengths, groups, prefixes = (x.tolist() for x in (batch.lengths, batch.group, batch.prefix))
+    lengths, groups, prefixes = (x.tolist() for x in (batch.lengths, batch.prompt_groups, batch.prefix))
     keys = list(zip(groups, prefixes, strict=True))
     counts = Counter(keys)
     sharing = [b for b, key in enumerate(keys) if 1 <= prefixes[b] < lengths[b] and counts[key] > 1]

@@ -7,7 +7,7 @@ with state other than keys and values. The first path whose log-probabilities ma
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,9 +16,11 @@ import torch
 from pydantic import Field
 
 from posttrain.activity import phase
-from posttrain.errors import EngineMismatch, PosttrainError, first_line
+from posttrain.errors import EngineMismatch, PosttrainError, UsageError, first_line
 from posttrain.models.config import context_length, find_switches
+from posttrain.models.forward.forward import causal_lm
 from posttrain.models.forward.precision import full_precision
+from posttrain.models.forward.routing.replay import ExpertRecorder, find_replay
 from posttrain.registry import register
 from posttrain.sampling.base import (
     Conversation,
@@ -57,7 +59,7 @@ PATHS: dict[Path, str] = {
 _OWN_FORWARD = ("plain", "reread")  # paths using only the model's forward pass
 
 
-@register("engine", keeps_sets=True, applies_rules=True)
+@register("engine", keeps_sets=True, keeps_experts=True, applies_rules=True)
 def native(model: object, tokenizer: object, *, slots: Annotated[int, Field(ge=1)] = 64) -> Engine:
     """Sample in this process with the trainer's weights, without copies or synchronization.
 
@@ -142,7 +144,7 @@ class NativeEngine(Engine):
             path, shapes = self._choose(_reach(prompts, rows))
             with torch.inference_mode(path == "lean"):
                 work = self._schedule(path, shapes, prompts, rows, sampling, self.slots, respondent=respondent)
-                with phase("sampling", describe=partial(_describe_rows, rows)):
+                with phase("sampling", describe=partial(_describe_rows, rows)), _recording(work):
                     work.run()
                 if isinstance(work, Schedule):
                     self._can_record = work.recorded is None or work.recorded.can_record
@@ -207,12 +209,26 @@ class NativeEngine(Engine):
         if path in _OWN_FORWARD:
             from posttrain.sampling.native.reference_path import PlainSchedule
 
+            if sampling.keeps_experts:
+                raise UsageError(
+                    f"rollout.router_replay: {type(self.model).__name__} samples through {PATHS[path]}, which records "
+                    "no experts; remove it"
+                )
             return PlainSchedule(
                 self.model, prompts, rows, sampling, slots, is_cached=path == "plain", stop_texts=stop_texts
             )
         decoder = self._bind(path, shapes, reach or _reach(prompts, rows))
         work = Schedule(
-            decoder, prompts, rows, sampling, slots, respondent, self.vocab_size, limit=reach, stop_texts=stop_texts
+            decoder,
+            prompts,
+            rows,
+            sampling,
+            slots,
+            respondent,
+            self.vocab_size,
+            limit=reach,
+            stop_texts=stop_texts,
+            recorder=self._build_recorder(path, sampling),
         )
         if reach is not None:
             work.longest_burst = 1 if decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS
@@ -224,6 +240,17 @@ class NativeEngine(Engine):
                 decoder, work.num_slots, work.limit, work.longest_burst, self._say, most_kept=most_kept
             )
         return work
+
+    def _build_recorder(self, path: Path, sampling: Sampling) -> ExpertRecorder | None:
+        """Build the recorder for ``keeps_experts``.
+
+        Raises:
+            UsageError: no supported routers.
+        """
+        if not sampling.keeps_experts:
+            return None
+        assert path == "modules", "routers run as modules"
+        return ExpertRecorder(find_replay(causal_lm(self.model)).routers)
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
         """Bind a path to the current parameters, for positions below ``reach``.
@@ -330,6 +357,13 @@ class NativeEngine(Engine):
                 f"{tolerance:.1e} is allowed)"
             )
         return shapes
+
+
+def _recording(work: Schedule | PlainSchedule) -> AbstractContextManager[None]:
+    """Record expert choices inside the block, if the schedule keeps them."""
+    if isinstance(work, Schedule) and work.recorder is not None:
+        return work.recorder.recording()
+    return nullcontext()
 
 
 def _describe_rows(rows: Sequence[Conversation]) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from posttrain.errors import RunFailure
 from posttrain.models.forward.logit_rules import apply_rules, ids_as_mask
+from posttrain.models.forward.routing.replay import ExpertRecorder
 from posttrain.randomness import uniforms
 from posttrain.sampling.base import Conversation, Respondent, Sampling, check_ids, turn_key
 from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
@@ -44,15 +45,24 @@ class DrawnSteps:
     """Draws from several steps on the host: ids and log-probabilities by step and row, optionally with kept sets.
 
     Args:
-        ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` from ``draw_kept``, or None.
+        ids: ``int64 [S, R]``; probabilities: ``[S, R]``; sets: ``int32 [S, R, 1 + K]`` from ``draw_kept``, or None;
+            experts: ``int16 [S, R, routers, k]`` chosen for each step's input tokens, or None.
     """
 
-    def __init__(self, ids: Tensor, probabilities: Tensor, sets: Tensor | None) -> None:
+    def __init__(self, ids: Tensor, probabilities: Tensor, sets: Tensor | None, experts: Tensor | None = None) -> None:
         self.ids: list[list[int]] = ids.tolist()
         self.logprobs: list[list[float]] = probabilities.log().tolist()
         self.sets: DrawnSets | None = None
         if sets is not None:
             self.sets = DrawnSets(sets)
+        self.experts = experts
+        if experts is not None:
+            self.experts = experts.cpu()
+
+    def append_experts(self, row: Conversation, step: int, place: int) -> None:
+        """Append the experts of one step's input token, for the row at ``place``."""
+        if self.experts is not None:
+            row.experts.append(self.experts[step, place, None])
 
 
 class Schedule:
@@ -65,6 +75,7 @@ class Schedule:
         respondent: replies to turns with ids below ``vocab_size``. None for single-turn completions.
         limit: maximum tokens of rows that join later; None if none can join.
         stop_texts: finder for ``sampling.stop``.
+        recorder: records expert choices, for ``sampling.keeps_experts``.
 
     If a caller sets ``finish`` between steps, the row leaves the batch or never enters it.
     """
@@ -80,8 +91,10 @@ class Schedule:
         vocab_size: int | None = None,
         limit: int | None = None,
         stop_texts: StopFinder | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
-        self.stop_texts = stop_texts
+        self.stop_texts, self.recorder = stop_texts, recorder
+        self.prompt_experts: dict[int, Tensor] = {}  # of prompts without their last token, by prompt
         self.decoder, self.prompts, self.sampling = decoder, list(prompts), sampling
         self.respondent, self.vocab_size = respondent, vocab_size
         self.waiting = deque(rows)
@@ -182,8 +195,11 @@ class Schedule:
             return DrawnSteps(*self.recorded.run(self, rows, steps))
         tokens, counters = self.tokens[:rows], self.counters[:, :rows]
         ids, probabilities, sets = list[Tensor](), list[Tensor](), list[Tensor]()
+        experts = list[Tensor]()
         for _ in range(steps):
             logits = self.decoder.decode(tokens, counters[0], self.cache)
+            if self.recorder is not None:
+                experts.append(self.recorder.take())
             tokens, probability, kept = self.draw_next(logits, counters[1])
             ids.append(tokens)
             probabilities.append(probability)
@@ -192,7 +208,8 @@ class Schedule:
             counters.add_(1)
             self.cache.advance()
         self.tokens[:rows] = tokens
-        return DrawnSteps(torch.stack(ids), torch.stack(probabilities), torch.stack(sets) if sets else None)
+        of_steps = torch.stack(ids), torch.stack(probabilities)
+        return DrawnSteps(*of_steps, _stacked(sets), _stacked(experts))
 
     def draw_next(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the next token for the first R slots. Returns ids, probabilities, and kept sets if enabled
@@ -230,6 +247,7 @@ class Schedule:
                 continue
             if self.unsaid[r]:
                 self.unsaid[r] -= 1
+                drawn.append_experts(row, 0, r)
                 continue
             ended = self._append(r, drawn)
             if ended is None:
@@ -254,6 +272,7 @@ class Schedule:
             row.logprobs.append(step_logprobs[r])
             if drawn.sets is not None:
                 drawn.sets.append_to(row, step, r)
+            drawn.append_experts(row, step, r)
             if step_ids[r] in stop_ids or (self.stop_texts is not None and self.stop_texts.ends(row.turn)):
                 return "stop"
         return "length" if self.remaining[r] <= 0 else None
@@ -335,6 +354,10 @@ class Schedule:
         """Compute prompts without their last tokens, which are fed in the first decode step."""
         bodies = [self.prompts[prompt][:-1] for prompt in order]
         prefix = self.decoder.prefill([body or [0] for body in bodies])  # single-token prompts have an empty body
+        if self.recorder is not None:
+            of_prompts = self.recorder.take().unflatten(0, (len(order), -1)).cpu()
+            for number, prompt in enumerate(order):
+                self.prompt_experts[prompt] = of_prompts[number, : len(bodies[number])].clone()
         return Prefix(prefix.keys, prefix.values, [len(body) for body in bodies])
 
     def _chunks(self, rows: list[Conversation]) -> list[list[Conversation]]:
@@ -357,6 +380,9 @@ class Schedule:
         slots = slice(len(self.batch), len(self.batch) + len(rows))
         self.cache.place(prefix, list(index), [index[row.prompt] for row in rows])
         self.batch += rows
+        if self.recorder is not None:
+            for row in rows:
+                row.experts.append(self.prompt_experts[row.prompt])
         turn_limit = None if self.respondent is None else self.sampling.max_turn_tokens
         self.remaining[slots] = [row.room(turn_limit) for row in rows]
         self.unsaid[slots] = 0
@@ -379,6 +405,13 @@ class Schedule:
         device = self.decoder.device
         self.tokens[slots] = torch.tensor(tokens, device=device)
         self.counters[:, slots] = torch.tensor([positions, [0] * len(tokens)], device=device)
+
+
+def _stacked(steps: list[Tensor]) -> Tensor | None:
+    """Stack one tensor per step; None without any."""
+    if steps:
+        return torch.stack(steps)
+    return None
 
 
 def check_finite(row: Conversation) -> None:

@@ -13,7 +13,7 @@ from posttrain.errors import RecipeError
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward, causal_lm
 from posttrain.models.forward.micro import MicroBatching, split_rows
-from posttrain.models.forward.routers import Routers, RouterSums, configured_coefficient, find_routers
+from posttrain.models.forward.routing.routers import Routers, RouterSums, configured_coefficient, find_routers
 from posttrain.types import Batch
 
 AUXILIARY_LOSS = "router_aux_loss"
@@ -117,4 +117,4 @@ def build_balancing(
         return RouterBalancing(policy, routers, wanted)
     if coefficient is None:
         return None
-    raise RecipeError(f"train.router_aux_loss_coef: {type(base).__name__} has no supported routers; remove it out")
+    raise RecipeError(f"train.router_aux_loss_coef: {type(base).__name__} has no supported routers; remove the key")

@@ -13,7 +13,8 @@ from posttrain.data.base import Task, document_texts
 from posttrain.errors import RecipeError
 from posttrain.models.config import context_length
 from posttrain.models.forward.actor_critic import ActorCritic
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import Forward, causal_lm
+from posttrain.models.forward.routing.replay import find_replay
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.trained_heads import forward_with_head
@@ -21,7 +22,7 @@ from posttrain.models.written.untrained import note_untrained
 from posttrain.process_group import ProcessGroup
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import ModelSection
-from posttrain.training.batch_fields import scoring_temperature
+from posttrain.training.batch_fields import replays_experts, scoring_temperature
 from posttrain.training.checks import Components
 from posttrain.training.step import same_digest, weights_digest
 from posttrain.types import Model, Tokenizer
@@ -136,7 +137,7 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
     """Build the language model forward pass with ``train.precision``.
 
     Raises:
-        RecipeError: TF32 without a GPU.
+        RecipeError: TF32 without a GPU, or router replay with unsupported routers.
     """
     recipe = components.recipe
     device = next(loaded.model.parameters()).device.type
@@ -145,7 +146,10 @@ def _build_policy(components: Components, loaded: LoadedModel) -> Forward:
         raise RecipeError(f"train.precision: tf32 needs an NVIDIA GPU; on {device} use fp32 or bf16")
     # Process-wide: on GPU, matrix products that stay in fp32 (the LM head, with bf16) use TF32.
     torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
-    return _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
+    policy = _forward(loaded.model, recipe.train.precision, scoring_temperature(recipe.rollout, components.needs))
+    if replays_experts(recipe.rollout, components.needs):
+        policy.replay = find_replay(causal_lm(loaded.model))
+    return policy
 
 
 def _forward(model: Model, precision: str, temperature: float) -> Forward:

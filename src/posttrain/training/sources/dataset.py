@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -138,11 +138,11 @@ class SupervisedSource(Source):
                     continue
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
-            dropped = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items()) or "none"
             from posttrain.training.sources.remedies import Trial
 
-            dropped += Trial(recipe, task.examples, tokenizer, template, context_tokens).of_rows(shape)
-            raise UsageError(f"task {task.name!r}: no rows left to train on; dropped: {dropped}")
+            limits = (context_tokens, recipe.prompt.max_prompt_tokens, recipe.data)
+            trial = Trial(task.examples, tokenizer, template, *limits)
+            raise _nothing_left(task.name, self.dropped, trial.of_rows(shape))
         self.num_examples = len(self.units)
         self.size = self._describe_size(task)
         if shape == "judged":
@@ -337,6 +337,12 @@ def _counted(examples: Sequence[Example]) -> Iterator[Example]:
         for example in examples:
             yield example
             encoded.num_done += 1
+
+
+def _nothing_left(task: str, dropped: Mapping[str, int], way_out: str) -> UsageError:
+    """Build the error for a task whose rows are all unusable; ``way_out`` suggests a setting."""
+    reasons = ", ".join(f"{n} × {reason}" for reason, n in dropped.items()) or "none"
+    return UsageError(f"task {task!r}: no rows left to train on; dropped: {reasons}{way_out}")
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -38,12 +39,13 @@ class PrefetchSource(RolloutSource):
     results.
     """
 
-    def __init__(self, *arguments: Any, in_thread: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.everyone = self.process_group
-        self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread) if in_thread else None
+    def __init__(self, *parts: Any, in_thread: bool = False) -> None:
+        super().__init__(*parts)
+        self.everyone = self.sampler.process_group
+        self._thread: ThreadPoolExecutor | None = None
         if in_thread:
-            self.process_group = SINGLE_PROCESS
+            self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread)
+            self.sampler = replace(self.sampler, process_group=SINGLE_PROCESS)
         steps = self.train.steps
         if steps is None:
             steps, _ = self.length_of(self.train.num_epochs or 0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from posttrain.activity import phase
 from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.data.render import Template, encode_prompt
+from posttrain.errors import UsageError
 from posttrain.types import Example, Tokenizer
 
 NUM_PROBED = 256  # on-demand examples per mixture part
@@ -30,20 +31,58 @@ class Prompts:
     replaced by the next prompt that fits (from the same mixture part). If any probed prompt is too long, all examples
     are encoded at startup.
 
+    Args:
+        context_tokens: maximum prompt-plus-answer tokens. An answer needs at least one.
+        max_prompt_tokens: the recipe's setting, or None.
+
     Attributes:
+        limit: maximum prompt tokens.
         indices: example indices in task order.
-        num_left_out: number of long examples found at startup.
+        dropped: number of unusable rows and long prompts found at startup, by reason.
         replaced: indices of long examples found when drawn.
+
+    Raises:
+        UsageError: no usable prompts. The message suggests a setting.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, template: Template, limit: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        template: Template,
+        context_tokens: int,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
         self.task = task
         self.tokenizer = tokenizer
         self.template = template
-        self.limit = limit
+        self.max_prompt_tokens = max_prompt_tokens
+        self.limit = min(max_prompt_tokens or context_tokens, context_tokens - 1)
         self.replaced: set[int] = set()
         self.indices: Sequence[int] = self._fitting()
-        self.num_left_out = len(task.examples) - len(self.indices)
+        self.dropped = dict(task.dropped)
+        num_long = len(task.examples) - len(self.indices)
+        if num_long:
+            self.dropped[f"prompt longer than {self.limit} tokens"] = num_long
+        if not self.indices:
+            from posttrain.training.sources.remedies import Trial
+
+            dropped = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
+            trial = Trial(task.examples, tokenizer, template, context_tokens, max_prompt_tokens)
+            way_out = trial.of_prompts()
+            raise UsageError(f"task {task.name!r}: no prompts left to sample from; dropped: {dropped}{way_out}")
+
+    def describe_replaced(self) -> str:
+        """Build the warning about long prompts found while sampling, at 1, 10, 100, ..."""
+        count = 10 ** (len(str(len(self.replaced))) - 1)
+        if self.max_prompt_tokens == self.limit:
+            key = "prompt.max_prompt_tokens"
+        else:
+            key = "the model's context minus one token for the answer"
+        return (
+            f"task {self.task.name!r}: {count:,} prompts drawn so far had more than {self.limit} tokens "
+            f"({key}); each was replaced by the next prompt that fits"
+        )
 
     @property
     def parts(self) -> Sequence[object]:

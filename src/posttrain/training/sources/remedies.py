@@ -10,7 +10,7 @@ from posttrain.data.render import encode_prompt
 from posttrain.data.render.rows import Shape, TokenRow, TrainOn, rows_of
 from posttrain.data.render.template import Template
 from posttrain.errors import PosttrainError
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import DataSection
 from posttrain.types import Example, Tokenizer
 
 MAX_TRIED = 64  # rows
@@ -21,13 +21,18 @@ _TRAIN_ON: tuple[TrainOn, ...] = ("assistant", "response", "all")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Rows rejected by a recipe. ``context_tokens``: model context length."""
+    """Rejected rows and their limits.
 
-    recipe: Recipe
+    ``context_tokens``: model context length. ``max_prompt_tokens``: recipe setting. ``data``: section for
+    supervised training.
+    """
+
     examples: Sequence[Example]
     tokenizer: Tokenizer
     template: Template
     context_tokens: int
+    max_prompt_tokens: int | None
+    data: DataSection | None = None
 
     @property
     def tried(self) -> list[Example]:
@@ -36,10 +41,10 @@ class Trial:
 
     def of_rows(self, shape: Shape) -> str:
         """Suggest a key that makes given answers usable; empty if none does."""
-        data = self.recipe.data
-        assert data is not None
+        data = self.data
+        assert data is not None, "supervised recipe"
         limit = min(data.max_length, self.context_tokens)
-        prompt_limit = self.recipe.prompt.max_prompt_tokens or limit
+        prompt_limit = self.max_prompt_tokens or limit
 
         def fits(row: TokenRow) -> bool:
             return len(row.ids) <= limit and row.prompt_length <= prompt_limit
@@ -62,7 +67,7 @@ class Trial:
 
     def of_prompts(self) -> str:
         """Suggest a key that makes prompts usable; empty if none does."""
-        allowed = self.recipe.prompt.max_prompt_tokens or self.context_tokens
+        allowed = self.max_prompt_tokens or self.context_tokens
         limit = min(allowed, self.context_tokens - 1)
         lengths = list(self._prompt_lengths(self.template))
         fitting = [n for n in lengths if n < self.context_tokens]
@@ -79,11 +84,11 @@ class Trial:
 
     def _of_both(self, shape: Shape, limit: int, prompt_limit: int) -> str:
         """Suggest a template together with a length setting."""
-        assert self.recipe.data is not None
+        assert self.data is not None
         for name in _TEMPLATES:
             try:
                 template = registry.find("template", name).bind({})()
-                units = list(self._units(template, shape, self.recipe.data.train_on))
+                units = list(self._units(template, shape, self.data.train_on))
             except PosttrainError:
                 continue
             rows = [row for unit in units for row in unit]
@@ -104,7 +109,7 @@ class Trial:
         keys = []
         if longest > limit:
             keys.append(f"data.max_length: {max(within)}")
-        if self.recipe.prompt.max_prompt_tokens and prompt > prompt_limit:
+        if self.max_prompt_tokens and prompt > prompt_limit:
             keys.append(f"prompt.max_prompt_tokens: {prompt}")
         if not keys:
             return ""

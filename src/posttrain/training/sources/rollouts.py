@@ -10,30 +10,30 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms.selection import Place, Units, choose_units
-from posttrain.data.base import Task, num_repeated
+from posttrain.data.base import num_repeated
 from posttrain.data.render import stop_ids
-from posttrain.errors import CheckpointError, RunFailure, UsageError
+from posttrain.errors import CheckpointError, RunFailure
 from posttrain.randomness import permutation
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection, TrainSection
 from posttrain.sampling.base import Engine, Sampling
-from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect
+from posttrain.sampling.rollout import RolloutRequest, Sampler, collect
 from posttrain.training.advantages import AdvantageEstimator, number_turns, rewards_of, same_sizes
-from posttrain.training.batch_fields import BatchFields, follows_rules, replays_sets
+from posttrain.training.batch_fields import BatchFields, follows_rules, replays_experts, replays_sets
 from posttrain.training.idle_rows import choose_idle_rows
 from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.training.sources.descriptions import describe_choice, describe_rollouts
 from posttrain.training.sources.prompts import Prompts
 from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
-from posttrain.types import LEFT_OUT, Batch, LogitRules, Rollout, Sample, Tokenizer, collate
+from posttrain.types import LEFT_OUT, Batch, LogitRules, Rollout, Sample, collate
 
 if TYPE_CHECKING:
-    from posttrain.sampling.episodes import Stage
     from posttrain.training.sources.feedback import Feedback
 
 NO_GOLD = "no example in this batch has a gold answer, so the reward 'correct' is always 0"
@@ -58,73 +58,83 @@ NOTHING_SHOWN = (
 OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics per mixture part
 
 
+@dataclass(frozen=True, slots=True)
+class UnitSelection:
+    """Selection of training units: ``select`` maps rewards to units with ``rows_per_unit`` answers each."""
+
+    select: Callable[[Tensor], Units]
+    rows_per_unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LearningInputs:
+    """Values that updates read besides tokens.
+
+    ``feedback`` rewrites prompts for self-teaching. ``turn_weight``: weight of rewards per turn.
+    """
+
+    advantage_estimator: AdvantageEstimator
+    fields: BatchFields
+    feedback: Feedback | None = None
+    turn_weight: float = 0.0
+
+
 class RolloutSource(Source):
     """Rollout source. Each batch serves ``train.ppo_epochs`` × ``train.num_minibatches`` updates.
 
-    Prompts are split into minibatches in an order that depends only on (seed, rollout batch, epoch). ``select``
-    returns units with ``rows_per_unit`` rows.
+    Prompts are split into minibatches in an order that depends only on (seed, rollout batch, epoch).
+
+    Args:
+        options: sampling settings.
+        train: number of updates per batch, run length and seed.
+        prompts: prompts to draw from.
+        sampler: engine and grader, limited to ``rollout.max_total_tokens``.
+        selection: answers to train on.
+        learning: advantages and batch fields.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        task: Task,
-        grader: Grader,
-        tokenizer: Tokenizer,
-        engine: Engine,
-        context_tokens: int,
-        *,
-        select: Callable[[Tensor], Units],
-        rows_per_unit: int,
-        advantage_estimator: AdvantageEstimator,
-        fields: BatchFields,
-        feedback: Feedback | None = None,
-        stage: Stage | None = None,
+        options: RolloutSection,
+        train: TrainSection,
+        prompts: Prompts,
+        sampler: Sampler,
+        selection: UnitSelection,
+        learning: LearningInputs,
     ) -> None:
-        assert recipe.rollout is not None
-        self.options = recipe.rollout
-        self.train = recipe.train
-        self.max_prompt_tokens = recipe.prompt.max_prompt_tokens
-        self.seed = recipe.train.seed
-        self.minibatches = recipe.train.num_minibatches
-        self.updates = recipe.train.updates_per_batch
-        self.task = task
-        self.grader = grader
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.stage = stage
-        self.context_tokens = context_tokens = recipe.rollout.within(context_tokens)
-        self.select = select
-        self.rows_per_unit = rows_per_unit
-        self.turn_weight = sum(component.weight for component in recipe.rewards if component.name == "turn_rewards")
-        self.advantage_estimator = advantage_estimator
-        self.weighted_rewards = [(name, weight) for name, weight, _ in grader.rewards if weight]
-        self.batch_fields = fields
-        self.feedback = feedback
-        self.process_group = fields.process_group  # processes that sample together
-        limit = min(self.max_prompt_tokens or context_tokens, context_tokens - 1)
-        self.prompts = Prompts(task, tokenizer, grader.template, limit)
-        self.dropped = dict(task.dropped)
-        self.num_repeated = num_repeated(task.examples)
+        self.options = options
+        self.train = train
+        self.seed = train.seed
+        self.minibatches = train.num_minibatches
+        self.updates = train.updates_per_batch
+        self.prompts = prompts
+        self.sampler = sampler
+        self.grader = sampler.grader
+        self.select = selection.select
+        self.rows_per_unit = selection.rows_per_unit
+        self.advantage_estimator = learning.advantage_estimator
+        self.batch_fields = learning.fields
+        self.feedback = learning.feedback
+        self.weighted_rewards = [(name, weight) for name, weight, _ in self.grader.rewards if weight]
+        self.turn_weight = learning.turn_weight
+        self.dropped = prompts.dropped
+        self.num_repeated = num_repeated(prompts.task.examples)
         self.trained = ""
-        self.origin = task.origin
-        if self.prompts.num_left_out:
-            self.dropped[f"prompt longer than {limit} tokens"] = self.prompts.num_left_out
-        if not self.prompts.indices:
-            dropped = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items())
-            from posttrain.training.sources.remedies import Trial
-
-            way_out = Trial(recipe, task.examples, tokenizer, grader.template, context_tokens).of_prompts()
-            raise UsageError(f"task {task.name!r}: no prompts left to sample from; dropped: {dropped}{way_out}")
-        self.num_examples = len(self.prompts.indices)
-        self.parts = tuple(part.name for part in task.parts)
-        further = self.options.max_rounds - 1
-        self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, self.prompts.parts, further)
+        self.origin = prompts.task.origin
+        self.num_examples = len(prompts.indices)
+        parts = prompts.task.parts
+        self.parts = tuple(part.name for part in parts)
+        self.order = RowOrder(self.seed, "prompts", options.num_prompts, parts, prompts.parts, options.max_rounds - 1)
         self._tell_length()
         self.sampling = self._build_sampling()
         self.rules = self._followed_rules()
         self._batch: Batch | None = None
         self._warnings: dict[str, bool] = {}  # message -> already shown
+
+    @property
+    def engine(self) -> Engine:
+        """Rollout engine."""
+        return self.sampler.engine
 
     def _tell_length(self) -> None:
         """Tell rewards the run length."""
@@ -143,11 +153,12 @@ class RolloutSource(Source):
             temperature=self.options.temperature,
             top_k=self.options.top_k,
             top_p=self.options.top_p,
-            stop_ids=stop_ids(self.tokenizer, self.grader.template),
-            max_total_tokens=self.context_tokens,
+            stop_ids=stop_ids(self.sampler.tokenizer, self.grader.template),
+            max_total_tokens=self.sampler.context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
             min_p=self.options.min_p,
             keeps_sets=replays_sets(self.options, self.batch_fields.needs),
+            keeps_experts=replays_experts(self.options, self.batch_fields.needs),
             min_tokens=self.options.min_tokens,
             repetition_penalty=self.options.repetition_penalty,
             stop=tuple(self.options.stop),
@@ -205,29 +216,30 @@ class RolloutSource(Source):
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
             self._batch.rules = self.rules
+            self.check_experts(self._batch.experts)
         except (ValueError, KeyError) as error:
             what = "the checkpoint's rollout_buffer.safetensors does not contain the current rollout batch"
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
+    def check_experts(self, experts: Tensor | None) -> None:
+        """Check expert choices from a checkpoint.
+
+        Raises:
+            ValueError: missing, or for other routers.
+        """
+        replay = self.batch_fields.policy.replay
+        if replay is None:
+            return
+        if experts is None:
+            raise ValueError("no experts")
+        replay.check(experts)
+
     def take_warnings(self) -> list[str]:
         if self.prompts.replaced:
-            self._warnings.setdefault(self._replacing(), False)
+            self._warnings.setdefault(self.prompts.describe_replaced(), False)
         unreported = [message for message, is_reported in self._warnings.items() if not is_reported]
         self._warnings |= dict.fromkeys(unreported, True)
         return unreported
-
-    def _replacing(self) -> str:
-        """Build the warning about long prompts found while sampling, at 1, 10, 100, ..."""
-        limit = self.prompts.limit
-        count = 10 ** (len(str(len(self.prompts.replaced))) - 1)
-        if self.max_prompt_tokens == limit:
-            key = "prompt.max_prompt_tokens"
-        else:
-            key = "the model's context minus one token for the answer"
-        return (
-            f"task {self.task.name!r}: {count:,} prompts drawn so far had more than {limit} tokens "
-            f"({key}); each was replaced by the next prompt that fits"
-        )
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
         """Select one minibatch of prompts with selected completions."""
@@ -331,14 +343,6 @@ class RolloutSource(Source):
         grading = 0.0
         sampled: Groups = []
         drawn: Drawn | None = None
-        sampler = Sampler(
-            self.engine,
-            self.tokenizer,
-            self.grader,
-            self.context_tokens,
-            process_group=self.process_group,
-            stage=self.stage,
-        )
         while drawn is None:
             attempt = len(sampled) // self.options.num_prompts
             wanted = self.order.round_of(cycle, attempt)
@@ -354,7 +358,7 @@ class RolloutSource(Source):
                 prompt_indices=[prompt.index for prompt in prompts],
                 epochs=wanted.epochs,
             )
-            groups, seconds = collect(sampler, request)
+            groups, seconds = collect(self.sampler, request)
             grading += seconds
             sampled += groups
             if self.intervention is not None:
@@ -546,6 +550,7 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         prefix=len(prompt),
         fields={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
         kept=answer.kept,
+        experts=answer.experts,
     )
 
 

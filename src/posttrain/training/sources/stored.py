@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from itertools import chain, pairwise
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
@@ -21,7 +23,7 @@ from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
-from posttrain.types import Batch, Completion, KeptRows, KeptSets, Message, Rollout
+from posttrain.types import Batch, Completion, ExpertChoices, KeptRows, KeptSets, Message, Rollout
 
 Groups = list[list[Rollout]]
 START_AGAIN = "restore the checkpoint from a backup, or restart under another name with --run NAME"
@@ -30,6 +32,7 @@ _ANSWERS = "answers"  # absent in checkpoints before 0.3
 _FIELD = "stream."
 _KEPT = "kept."
 _OF_KEPT_ROWS = ("ids", "starts", "counts")
+_EXPERTS = "experts"
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or reconstructed on load; an episode's prompt comes from its environment's start.
@@ -61,6 +64,9 @@ class PromptSource(Protocol):
     grader: Grader
     options: RolloutSection
 
+    def check_experts(self, experts: Tensor | None) -> None:
+        """See ``RolloutSource.check_experts``."""
+
 
 def write_drawn(drawn: Drawn) -> dict[str, object]:
     """Convert a drawn batch to plain data, with indices for examples and prompts."""
@@ -91,6 +97,8 @@ def read_drawn(stored: Mapping[str, Any], source: PromptSource) -> Drawn:
             prompt = tuple(episode["prompt_ids"])
             known["turns"] = read_turns(episode["turns"])
             known["failures"] = tuple(episode["failures"])
+        if completion.experts is not None and completion.experts.num_positions != len(prompt) + len(completion.ids) - 1:
+            raise ValueError("other experts")
         return Rollout(example=example, prompt_ids=prompt, completion=completion, **known)
 
     sampled = [[read(row) for row in group] for group in stored["sampled"]]
@@ -108,6 +116,8 @@ def _read_completion(stored: Mapping[str, Any]) -> Completion:
             value = tuple(value)
         if name == "kept" and value is not None:
             value = KeptSets(tuple(value["ids"]), tuple(value["offsets"]), value["num_cut"])
+        if name == "experts" and value is not None:
+            value = _read_experts(value)
         known[name] = value
     return Completion(**known)
 
@@ -142,6 +152,23 @@ def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: i
             raise ValueError("other tokens")
         if completion.get("kept") is not None:
             _check_kept(completion["kept"], len(ids), vocabulary)
+        experts: Tensor | None = None
+        if completion.get("experts") is not None:
+            experts = _read_experts(completion["experts"]).tensor()
+        source.check_experts(experts)
+
+
+def _read_experts(stored: Mapping[str, Any]) -> ExpertChoices:
+    """Load expert choices, whose ids are base64 text.
+
+    Raises:
+        ValueError: malformed text, or another size.
+    """
+    ids = b64decode(stored["ids"], validate=True)
+    sizes = (stored["num_positions"], stored["num_routers"], stored["top_k"])
+    if min(sizes) < 1 or 2 * prod(sizes) != len(ids):
+        raise ValueError("other experts")
+    return ExpertChoices(*sizes, ids)
 
 
 def _check_kept(kept: Mapping[str, Any], num_tokens: int, vocabulary: int) -> None:
@@ -194,6 +221,8 @@ def write_batch(batch: Batch) -> dict[str, Tensor]:
     if batch.kept is not None:
         for name in _OF_KEPT_ROWS:
             tensors[f"{_KEPT}{name}"] = getattr(batch.kept, name)
+    if batch.experts is not None:
+        tensors[_EXPERTS] = batch.experts
     return tensors
 
 
@@ -232,7 +261,21 @@ def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: in
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ValueError("other tokens")
     kept = _read_kept(tensors, tokens, vocabulary)
-    return Batch(tokens, lengths, mask, group, prefix, fields, rows_per_unit=rows_per_unit, answers=answers, kept=kept)
+    experts = tensors.get(_EXPERTS)
+    if experts is not None and (experts.ndim != 4 or experts.shape[:2] != tokens.shape):
+        raise ValueError("other experts")
+    return Batch(
+        tokens,
+        lengths,
+        mask,
+        group,
+        prefix,
+        fields,
+        rows_per_unit=rows_per_unit,
+        answers=answers,
+        kept=kept,
+        experts=experts,
+    )
 
 
 def _read_kept(tensors: Mapping[str, Tensor], tokens: Tensor, vocabulary: int) -> KeptRows | None:
@@ -256,6 +299,10 @@ def _write_rollout(rollout: Rollout) -> dict[str, object]:
     completion: dict[str, object] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
     if rollout.completion.kept is not None:
         completion["kept"] = asdict(rollout.completion.kept)
+    if rollout.completion.experts is not None:
+        experts = asdict(rollout.completion.experts)
+        experts["ids"] = b64encode(experts["ids"]).decode("ascii")
+        completion["experts"] = experts
     plain["completion"] = completion
     if rollout.turns or rollout.failures:
         plain["episode"] = {

@@ -77,16 +77,22 @@ class Routers:
             for hook in hooks:
                 hook.remove()
 
-    def sums(self, logits: Sequence[Tensor], weights: Tensor) -> RouterSums:
-        """Sum over layers and positions; ``weights`` ``[N]``: rows represented by each position."""
+    def sums(self, logits: Sequence[Tensor], weights: Tensor, replayed: Sequence[Tensor] | None = None) -> RouterSums:
+        """Sum over layers and positions; ``weights`` ``[N]``: rows represented by each position.
+
+        ``replayed``: experts ``int64 [N, k]`` used in each layer, if not the likeliest ones.
+        """
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights = weights.to(dtype)
         num_experts = logits[0].shape[-1]
         counts = torch.zeros(num_experts, dtype=dtype, device=weights.device)
         probabilities = torch.zeros_like(counts)
-        for of_layer in logits:
+        for layer, of_layer in enumerate(logits):
             likely = of_layer.to(dtype).softmax(dim=-1)
-            chosen = likely.detach().topk(self.top_k, dim=-1).indices
+            if replayed is None:
+                chosen = likely.detach().topk(self.top_k, dim=-1).indices
+            else:
+                chosen = replayed[layer]
             counts.index_add_(0, chosen.flatten(), weights.repeat_interleave(self.top_k))
             probabilities = probabilities + (likely * weights[:, None]).sum(dim=0)
         return RouterSums(counts, probabilities, len(logits) * weights.sum())
