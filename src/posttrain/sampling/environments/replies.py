@@ -17,7 +17,7 @@ ARGUMENTS = ("text", "calls", "finish")
 
 @dataclass(frozen=True)
 class Responder:
-    """Arguments requested by an environment's ``respond``. With ``calls``, it answers every turn and defines ``tools``."""
+    """Arguments requested by an environment's ``respond``. With ``calls``, it answers all turns and has ``tools``."""
 
     arguments: frozenset[str]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -116,9 +116,7 @@ def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
         if message.get("role") == "tool":
             place = message.get("tool_call_id")
             if place not in ids or place in results:
-                raise ValueError(
-                    f"respond returned a result for unknown call {place!r:.40}; this turn has: {', '.join(ids)}"
-                )
+                raise ValueError(f"respond returned a result for call {place!r:.40}; this turn has: {', '.join(ids)}")
             outcome = message.get("outcome", "ok")
             if outcome not in get_args(CallOutcome):
                 raise ValueError(f"respond returned the outcome {outcome!r:.40}; there are {get_args(CallOutcome)}")
