@@ -284,14 +284,6 @@ def test_sampler_of_other_sets_than_it_says_ends_the_run(monkeypatch: pytest.Mon
     [
         ({"rollout": {"top_k": 600}}, ["rollout.top_k", "512"]),
         ({"rollout": CUT | {"engine": {"name": "scripted", "texts": ["1"]}}}, ["rollout.top_k", "scripted", "native"]),
-        (
-            {
-                "rollout": {"top_p": 0.9, "label_above": 0.25},
-                "objective": {"name": "sdpo", "ratio_cap": 2.0},
-                "teacher": {"name": "self", "top_k": 4},
-            },
-            ["rollout.top_p", "sdpo"],
-        ),
     ],
 )
 def test_truncation_that_cannot_be_followed_is_refused_by_name(changes: dict[str, Any], named: list[str]) -> None:
