@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 20_823,
     "sweeps": 26_357,
     "terminal": 4_377,
-    "training": 73_173,
+    "training": 73_223,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
