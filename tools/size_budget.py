@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 20_823,
     "sweeps": 26_357,
     "terminal": 4_377,
-    "training": 73_626,
+    "training": 73_676,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
