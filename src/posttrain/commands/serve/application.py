@@ -6,22 +6,21 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.commands.serve import requests
-from posttrain.commands.serve.access import error_body, error_response
+from posttrain.commands.serve.access import error_body
 from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
+from posttrain.commands.serve.endpoints import BodyReader, build_application
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
@@ -37,7 +36,6 @@ FORMS = {
     "completions": ("cmpl-", "text_completion", "text_completion"),
     "generate": ("generate-", "", ""),
 }
-Result = TypeVar("Result")
 
 
 class Api:
@@ -62,7 +60,7 @@ class Api:
         self._num_tokens = num_tokens_of(self.tokenizer)
         self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
         self.longest_token = _longest_token(self.tokenizer)
-        self._reader = ThreadPoolExecutor(1, "reader")  # single thread, since tokenizers switch marker parsing globally
+        self._reader = BodyReader()
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
@@ -73,21 +71,7 @@ class Api:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
         ]
-        known = "; ".join(f"{min(route.methods or ['GET'])} {route.path}" for route in routes)
-
-        async def respond(request: Request, error: Exception) -> Response:
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            if isinstance(error, HTTPException):
-                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
-            if isinstance(error, RecursionError):
-                error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # print the traceback on the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
-            return error_response(error)
-
-        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+        return build_application(routes)
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
@@ -101,9 +85,9 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", "prompt")
         if body.messages is None:
-            ids = await self._in_reader(self._encode, body.prompt, body.add_special_tokens)
+            ids = await self._reader.run(self._encode, body.prompt, body.add_special_tokens)
         else:
-            ids = await self._in_reader(self.conversations.encode, body.messages, body.schemas)
+            ids = await self._reader.run(self.conversations.encode, body.messages, body.schemas)
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
@@ -111,7 +95,7 @@ class Api:
         body = await self._read(request, requests.ChatRequest)
         tools = body.schemas
         self._refuse_endless(*_texts_of(body.messages))
-        prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
+        prompt = await self._reader.run(self.conversations.encode, body.messages, tools)
         call_tag = ""
         if tools:
             call_tag = self.conversations.form.tag
@@ -146,7 +130,7 @@ class Api:
                 prompts.append(prompt)
             return prompts
 
-        job = self._job("completions", body, await self._in_reader(encode))
+        job = self._job("completions", body, await self._reader.run(encode))
         return await self._respond(request, job, body.stream)
 
     async def generate(self, request: Request) -> Response:
@@ -162,25 +146,12 @@ class Api:
             BadRequest: an invalid body, or a different model.
         """
         content = await read_content(request, MAX_BODY_BYTES)
-
-        def parse() -> requests.RequestT:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return requests.read_request(kind, body)
-
-        parsed = await self._in_reader(parse)
+        parsed = await self._reader.parsed(content, lambda body: requests.read_request(kind, body))
         name = getattr(parsed, "model", None)
         if name is not None and name not in self.names:
             problem = f"unknown model {name!r}; this server has {self.names[0]!r}"
             raise BadRequest(problem, "model", "model_not_found", 404)
         return parsed
-
-    async def _in_reader(self, work: Callable[..., Result], *about: object) -> Result:
-        """Run what may take long, while others are answered."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
     def _refuse_endless(self, *texts: str) -> None:
         """Reject texts that cannot fit into the context, without slow tokenization.

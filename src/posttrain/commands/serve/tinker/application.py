@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.access import error_response
+from posttrain.commands.serve.endpoints import BodyReader, build_application
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.commands.serve.tinker import bodies
@@ -23,7 +20,6 @@ from posttrain.commands.serve.tinker.service import Service
 from posttrain.commands.serve.tinker.states import Kind
 from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
 from posttrain.commands.serve.tinker.work import BodyMark, Failed, Promise, RequestResult, describe_body
-from posttrain.errors import PosttrainError
 
 MAX_JSON_BYTES = 4_000_000
 MAX_ROWS_BYTES = 32_000_000
@@ -39,26 +35,11 @@ class TinkerApi:
     def __init__(self, service: Service, max_requests: int) -> None:
         self.service = service
         self.max_requests = max_requests
-        self._reader = ThreadPoolExecutor(1, "reader")  # reads what may take long, while others are answered
+        self._reader = BodyReader()
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
-        routes = self._routes()
-        known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
-
-        async def respond(request: Request, error: Exception) -> Response:
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            if isinstance(error, HTTPException):
-                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
-            if isinstance(error, RecursionError):
-                error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # print the traceback on the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
-            return error_response(error)
-
-        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+        return build_application(self._routes())
 
     def _routes(self) -> list[Route]:
         posts = {
@@ -186,7 +167,7 @@ class TinkerApi:
             message = read_loss_request(content)
             return message.model_id, message.seq_id, self.service.evaluate(message)
 
-        owner, number, work = await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
+        owner, number, work = await self._reader.run(prepare)
         return self._promised(owner, number or None, mark, lambda: work)
 
     async def optim_step(self, request: Request) -> Response:
@@ -321,16 +302,7 @@ class TinkerApi:
             BadRequest: an invalid body.
         """
         content = await read_content(request, MAX_JSON_BYTES)
-
-        def parse() -> bodies.BodyT:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return bodies.read_body(kind, body)
-
-        parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+        parsed = await self._reader.parsed(content, lambda body: bodies.read_body(kind, body))
         return parsed, describe_body(content)
 
 
