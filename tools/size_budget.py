@@ -42,16 +42,16 @@ TOKENS: dict[str, int] = {
     "graders": 40_359,
     "ground": 20_178,
     "interpret": 37_644,
-    "models": 43_201,
+    "models": 44_081,
     "other_names": 5_676,
     "recipes": 14_218,
     "reports": 17_612,
     "runs": 46_327,
-    "sampling": 62_110,
+    "sampling": 62_113,
     "store": 20_823,
     "sweeps": 26_357,
     "terminal": 4_377,
-    "training": 73_173,
+    "training": 73_223,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
