@@ -302,8 +302,8 @@ def part_table(part: str) -> str:
         arguments = ", ".join(inspect.signature(function).parameters)
         about = (inspect.getdoc(function) or "").partition("\n")[0].replace("|", "\\|")
         rows.append([f"`{name}`", f"`{arguments}`", about])
-    ruler = ["---"] * 3
-    return "\n".join("| " + " | ".join(line) + " |" for line in (["function", "arguments", "description"], ruler, *rows))
+    head = ["function", "arguments", "description"]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * 3, *rows))
 
 
 def api_text(page: str) -> str:
