@@ -131,8 +131,8 @@ def gpu_texts() -> list[str]:
         shares = ["of the measured rate", "of 989"]
         head = ["work", "tokens/s", "TFLOP/s", *shares, "GiB", "planned", "launches/step", "vLLM"]
         about = (
-            f"`benchmarks/gpu.py`, torch {measured['versions']['torch']}, random weights. `planned`: estimate of `--dry-run "
-            "--memory`. On one H100 prime-rl publishes 26,000 tokens/s for SFT (rows of 8k), 11,900 for RL and "
+            f"`benchmarks/gpu.py`, torch {measured['versions']['torch']}, random weights. `planned`: estimate of "
+            "`--dry-run --memory`. On one H100 prime-rl publishes 26,000 tokens/s for SFT (rows of 8k), 11,900 for RL and "
             "13,300 with LoRA (rows of 16k, February 2026)."
         )
         if "ceilings" in measured:
