@@ -263,7 +263,10 @@ def curve_part(title: str, runs: list[Run]) -> list[str]:
     parts.append(f"{caption}\n")
     parts += [f"```bash\n{contrast.variant.command}\n```\n" for contrast in contrasts]
     if title in {name.rpartition("/")[2] for name in method_names() if name.startswith("rl/")}:
-        parts.append("A single run cannot rank methods; for multiple seeds, see [compare methods](../../how-to/compare-methods.md).\n")
+        parts.append(
+            "A single run cannot rank methods; for multiple seeds, see "
+            "[compare methods](../../how-to/compare-methods.md).\n"
+        )
     return parts
 
 

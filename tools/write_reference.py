@@ -62,9 +62,7 @@ def demo_text() -> str:
         shares = [f"{100 * stage['accuracy']:.1f} %" for stage in demo["results"].values()]
         rows.append([str(demo["seed"]), *shares, f"{demo['command_seconds']:.0f}"])
     stages = list(read("demo.json")["demos"][0]["results"])
-    return (
-        f"## `posttrain demo`\n\nAccuracy on 500 held-out problems.\n\n{table(['seed', *stages, 'seconds'], rows)}"
-    )
+    return f"## `posttrain demo`\n\nAccuracy on 500 held-out problems.\n\n{table(['seed', *stages, 'seconds'], rows)}"
 
 
 def game_text() -> str:
@@ -132,8 +130,8 @@ def gpu_texts() -> list[str]:
         head = ["work", "tokens/s", "TFLOP/s", *shares, "GiB", "planned", "launches/step", "vLLM"]
         about = (
             f"`benchmarks/gpu.py`, torch {measured['versions']['torch']}, random weights. `planned`: estimate of "
-            "`--dry-run --memory`. On one H100 prime-rl publishes 26,000 tokens/s for SFT (rows of 8k), 11,900 for RL and "
-            "13,300 with LoRA (rows of 16k, February 2026)."
+            "`--dry-run --memory`. On one H100 prime-rl publishes 26,000 tokens/s for SFT (rows of 8k), 11,900 for "
+            "RL and 13,300 with LoRA (rows of 16k, February 2026)."
         )
         if "ceilings" in measured:
             ceilings = measured["ceilings"]

@@ -85,7 +85,8 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
             loaded = module
         else:
             raise UsageError(
-                f"module: {type(module).__name__} is not a module. Give a module, its name, a Python file, or functions by name"
+                f"module: {type(module).__name__} is not a module. Give a module, its name, a Python file, "
+                "or functions by name"
             )
         functions = {kind: getattr(loaded, kind) for kind in KINDS if hasattr(loaded, kind)}
     wanted = "; ".join(f"{kind}({arguments})" for kind, (arguments, _) in KINDS.items())

@@ -163,9 +163,7 @@ def _check_square(trial: ScoreTrial) -> CheckResult:
     """Equal numbers of rows, tokens and vocabulary entries."""
     logits, tokens = made_logits(VOCABULARY, VOCABULARY)
     found = trial.run(logits, tokens, TEMPERATURES[0]).logprobs
-    return _judged(
-        found, reference_scores(logits, tokens, TEMPERATURES[0]).logprobs, "wrong result for B = T = V"
-    )
+    return _judged(found, reference_scores(logits, tokens, TEMPERATURES[0]).logprobs, "wrong result for B = T = V")
 
 
 def _check_entropy(trial: ScoreTrial) -> CheckResult:
