@@ -34,9 +34,9 @@ TOKENS: dict[str, int] = {
     "acting": 2_780,
     "algorithms": 13_369,
     "api": 20_802,
-    "balances": 21_974,
+    "balances": 23_087,
     "commands": 67_663,
-    "conformance": 15_274,
+    "conformance": 15_275,
     "data": 66_915,
     "evaluation": 31_211,
     "graders": 40_359,
@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 20_823,
     "sweeps": 26_357,
     "terminal": 4_377,
-    "training": 73_223,
+    "training": 73_676,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
