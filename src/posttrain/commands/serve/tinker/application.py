@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.access import error_response
+from posttrain.commands.serve.endpoints import build_application, parse_json, read_content
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.commands.serve.tinker import bodies
 from posttrain.commands.serve.tinker.samplers import SampleJob
@@ -23,7 +21,6 @@ from posttrain.commands.serve.tinker.service import Service
 from posttrain.commands.serve.tinker.states import Kind
 from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
 from posttrain.commands.serve.tinker.work import Failed, Promise, RequestResult
-from posttrain.errors import PosttrainError
 
 MAX_JSON_BYTES = 4_000_000
 MAX_ROWS_BYTES = 32_000_000
@@ -43,22 +40,7 @@ class TinkerApi:
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
-        routes = self._routes()
-        known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
-
-        async def respond(request: Request, error: Exception) -> Response:
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            if isinstance(error, HTTPException):
-                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
-            if isinstance(error, RecursionError):
-                error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # print the traceback on the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
-            return error_response(error)
-
-        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+        return build_application(self._routes())
 
     def _routes(self) -> list[Route]:
         posts = {
@@ -96,7 +78,7 @@ class TinkerApi:
 
     async def client_config(self, request: Request) -> Response:
         """Configure the client: send rows in sequential requests, uncompressed."""
-        await self._content(request, MAX_JSON_BYTES)
+        await read_content(request, MAX_JSON_BYTES)
         return JSONResponse(
             {
                 "parallel_fwdbwd_chunks": False,
@@ -111,12 +93,12 @@ class TinkerApi:
 
     async def dynamic_config(self, request: Request) -> Response:
         """Tell clients that sampling requests can be cancelled."""
-        await self._content(request, MAX_JSON_BYTES)
+        await read_content(request, MAX_JSON_BYTES)
         return JSONResponse({"refresh_interval_sec": 3_600, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
         """Accept and discard client telemetry."""
-        await self._content(request, MAX_JSON_BYTES)
+        await read_content(request, MAX_JSON_BYTES)
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
@@ -142,7 +124,7 @@ class TinkerApi:
 
     async def finish_session(self, request: Request) -> Response:
         """End a session."""
-        await self._content(request, MAX_JSON_BYTES)
+        await read_content(request, MAX_JSON_BYTES)
         self.service.finish_session(request.path_params["session_id"])
         return JSONResponse({})
 
@@ -179,7 +161,7 @@ class TinkerApi:
             raise BadRequest("send the body uncompressed, as client/config says", None, "compressed", 415)
         if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
             raise BadRequest(f"the body of forward_backward is {PROTOBUF}, not JSON", None, "no_protobuf", 415)
-        content = await self._content(request, MAX_ROWS_BYTES)
+        content = await read_content(request, MAX_ROWS_BYTES)
         digest = hashlib.sha256(content).hexdigest()
 
         def prepare() -> tuple[str, int, Callable[[], RequestResult]]:
@@ -314,35 +296,16 @@ class TinkerApi:
     def _promise(self, owner: str, number: int | None, digest: str, make: Make) -> Promise:
         return self.service.promise(owner, number, digest, make)
 
-    async def _content(self, request: Request, most: int) -> bytes:
-        """Read a body with a size limit.
-
-        Raises:
-            BadRequest: the body is too large.
-        """
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > most:
-                message = f"the body has more than {most:,} bytes; send fewer rows in a request"
-                raise BadRequest(message, code="too_large", status=413)
-        return bytes(content)
-
     async def _read(self, request: Request, kind: type[bodies.BodyT]) -> tuple[bodies.BodyT, str]:
         """Parse a request and compute a body digest.
 
         Raises:
             BadRequest: an invalid body.
         """
-        content = await self._content(request, MAX_JSON_BYTES)
+        content = await read_content(request, MAX_JSON_BYTES)
 
         def parse() -> bodies.BodyT:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return bodies.read_body(kind, body)
+            return bodies.read_body(kind, parse_json(content))
 
         parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
         return parsed, hashlib.sha256(content).hexdigest()
