@@ -136,6 +136,14 @@ def test_gdpo_takes_groups_of_any_size_in_any_order() -> None:
     assert whole.sum().item() == approx(0.0, abs=1e-14)
 
 
+def test_gdpo_leaves_out_answers_that_only_a_reward_of_weight_0_scores() -> None:
+    """A reward of weight 0 is a metric, so an answer that no other reward scores is not in the spread of the batch."""
+    parts = torch.tensor([[1.0, 7.0], [3.0, 7.0], [2.0, 9.0], [math.nan, 8.0]], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    found = gdpo(parts, weights, torch.zeros(4, dtype=torch.long), epsilon=0.0)
+    assert found.tolist() == approx([-1.0, 1.0, 0.0, 0.0], abs=1e-12)
+
+
 def test_gdpo_with_one_reward_is_normalized_up_to_the_batch() -> None:
     """One reward: the group's normalization, divided by the std over the batch."""
     rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import posttrain as pt
-from closeness import assert_close
+from closeness import allclose, assert_close
 from posttrain.algorithms.objectives.surrogate import add_regularizers
 from posttrain.errors import UsageError
 from posttrain.registry import entries, find
@@ -230,12 +231,19 @@ def test_advantages_of_uneven_groups_are_relative_to_their_own():
         ("normalized", {"group": [0, 0, 1, 1]}, "group"),
         ("normalized", {"group": torch.zeros(4), "epsilon": -1.0}, "epsilon"),
         ("mean_scaled", {"group": torch.tensor([0, 0, 1, 1])}, "negative"),
-        ("batch_normalized", {"group": torch.tensor([0, 0, 0, 1]), "center": "group"}, "center"),
+        ("batch_normalized", {"group": torch.tensor([0, 0, 0, 1]), "center": "group"}, "group 1"),
     ],
 )
 def test_advantages_refuse_by_name(name: str, arguments: dict[str, Any], named: str):
     with pytest.raises(UsageError, match=rf"advantages\.{name}.*{named}"):
         getattr(pt.advantages, name)(torch.tensor([1.0, -1.0, 0.0, 2.0]), **arguments)
+
+
+def test_batch_normalized_takes_groups_of_unequal_size():
+    rewards = torch.tensor([1.0, 0.0, 3.0, 5.0, 4.0], dtype=torch.float64)
+    found = pt.advantages.batch_normalized(rewards, torch.tensor([0, 1, 0, 1, 1]), center="group", epsilon=0.0)
+    centred = torch.tensor([-1.0, -3.0, 1.0, 2.0, 1.0], dtype=torch.float64)
+    assert allclose(found, centred / math.sqrt(16 / 5), atol=1e-12)
 
 
 def test_advantages_per_token_and_per_turn_equal_the_registered_ones():

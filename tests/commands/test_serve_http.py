@@ -282,6 +282,31 @@ def test_unfinished_heads_hold_nobody_and_are_closed(monkeypatch: pytest.MonkeyP
         assert used.recv(100) == b""
 
 
+@pytest.mark.parametrize("protocol", [(), ("--train",)])
+def test_bodies_that_stop_arriving_hold_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: tuple[str, ...]
+) -> None:
+    """Two bodies that never end take the two places of the server, for a second."""
+    from posttrain.commands.serve import limits
+
+    monkeypatch.setattr(limits, "SILENT_SECONDS", 1.0)
+    path = "/v1/completions"
+    if protocol:
+        path = "/api/v1/create_session"
+    with serving_here("tiny", "--max-requests", "2", "--runs-dir", str(tmp_path), *protocol) as server:
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: 100\r\n\r\n{{"
+        slow = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(head.encode())
+        for connection in slow:
+            answer = b""
+            while part := connection.recv(10_000):
+                answer += part
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b"too_slow" in answer
+        assert server.ask(path, {"prompt": "a", "max_tokens": 1} if not protocol else {})[0] == 200
+
+
 def test_requests_above_the_limit_are_told_to_try_again(tmp_path: Path) -> None:
     unending = {"prompt": [30, 31], "max_tokens": 900, "n": 16, "ignore_eos": True}
     with serving_here("tiny", "--max-requests", "1", "--runs-dir", str(tmp_path)) as server:

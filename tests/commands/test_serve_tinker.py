@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -49,6 +52,19 @@ def rl_row(seed: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
 
 def datum(ids: tuple[int, ...], inputs: dict[str, Tensor]) -> Datum:
     return Datum(ids, inputs["target_tokens"], {name: x for name, x in inputs.items() if name != "target_tokens"})
+
+
+HUGE = torch.full((len(IDS),), 1e38)
+
+
+class Counted(Trainee):
+    """A model in training, and those that exist."""
+
+    alive: ClassVar[weakref.WeakSet[Counted]] = weakref.WeakSet()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.alive.add(self)
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +260,50 @@ def test_an_answer_that_is_not_there_is_asked_for_again(client: TinkerClient, mo
     assert client.post("cancel_future", {"request_id": waiting["request_id"]}) == {}
     assert client.keep(loading)["model_id"] == f"{client.session}:train:0"
     assert client.keep(waiting)["category"] == "user"
+
+
+def test_what_computed_a_result_is_released_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A result that waits to be fetched holds no model and no rows, after success and after an error."""
+    monkeypatch.setattr("posttrain.commands.serve.tinker.service.Trainee", Counted)
+    with serving_here("tiny", "--train", "--states", str(tmp_path), "--max-models", "1") as server:
+        client = TinkerClient(server)
+        for number in range(3):
+            client.create(2, number)
+            client.number = 0
+            client.loss([row()], "cross_entropy")
+            assert "error" in client.keep(
+                client.send(loss_request(client.model, 2, [row(weights=HUGE)], "cross_entropy"))[1]
+            )
+            client.number = 2
+            client.numbered("unload_model")
+            gc.collect()
+            assert len(Counted.alive) == 0
+
+
+def test_requests_that_wait_have_a_bound_in_bytes(client: TinkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.create(4)
+    release = threading.Event()
+    monkeypatch.setattr("posttrain.commands.serve.tinker.work.MOST_WAITING_BYTES", 3_000)
+    monkeypatch.setattr(Trainee, "evaluate", lambda *_, **__: release.wait(30) and (0.0, []))
+    content = [loss_request(client.model, number, [row()] * 10, "cross_entropy") for number in range(1, 4)]
+    answers = [client.send(one) for one in content]
+    waiting = [answer for status, answer in answers if status == 200]
+    refused = [(status, answer["error"]["code"]) for status, answer in answers if status != 200]
+    release.set()
+    assert len(waiting) >= 1
+    assert set(refused) == {(429, "server_busy")}
+    for promise in waiting:
+        client.keep(promise)
+
+
+def test_a_model_is_not_reserved_by_a_request_that_cannot_wait(
+    client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.commands.serve.tinker.work.MOST_WAITING", 0)
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    assert client.ask("create_model", body)[0] == 429
+    monkeypatch.undo()
+    assert "model_id" in client.keep(client.post("create_model", body))
 
 
 def test_the_client_is_told_how_to_send(client: TinkerClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,38 @@ def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
     reward = next(panel for panel in chapter.panels if panel.title == "Reward")
     assert reward.series[0].xs == [1.0, 2.0, 3.0]
     assert "a run of three steps" in chapter.recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "package"),
+    [
+        (["--track", "trackio"], "trackio"),
+        (["--track", "swanlab"], "swanlab"),
+        (["--track", "mlflow", "--track.uri", "http://127.0.0.1:1"], "mlflow"),
+        (["--track", "wandb"], "wandb"),
+        (["--track", "tensorboard"], "tensorboard"),
+        (["--optimizer", "adamw_8bit"], "bitsandbytes"),
+    ],
+)
+def test_a_dry_run_notices_a_missing_package(
+    options: list[str], package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the run itself would, before a model is loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in (package, "torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr("posttrain.commands.train.find_spec", lambda name: None)
+    assert main(["train", "tiny/grpo", "--dry-run", *options]) == 2
+    said = capsys.readouterr()
+    assert repr(package) in said.err
+    assert said.out == ""
+
+
+def test_a_dry_run_refuses_a_tracker_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    assert main(["train", "tiny/grpo", "--dry-run", "--track", "wandb"]) == 2
+    assert "WANDB_MODE" in capsys.readouterr().err

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
 import posttrain as pt
 from closeness import approx
-from posttrain.algorithms.advantages import centered, normalized
+from posttrain.algorithms.advantages import batch_normalized, centered, normalized
 from posttrain.store.rollouts import RecordedRollout
 from posttrain.training.advantages import AdvantageEstimator
 from posttrain.training.sources.stored import _groups_type, _write_rollout
@@ -38,6 +40,23 @@ def test_advantages_without_the_unscored_are_those_of_the_rest() -> None:
     whole = AdvantageEstimator(normalized).from_groups(grouped([1.0, 2.0, 3.0, 4.0]))
     assert whole is not None
     assert torch.equal(found[3], whole[0])
+
+
+@pytest.mark.parametrize("center", ["batch", "group"])
+def test_batch_statistics_are_of_all_scored_answers_in_groups_of_any_size(center: Literal["batch", "group"]) -> None:
+    rewards = grouped([1.0, NAN, 0.0, 0.5], [NAN, NAN, 2.0, NAN], [1.0, 2.0, 3.0, 4.0])
+    function = partial(batch_normalized, center=center, epsilon=0.0)
+    found = AdvantageEstimator(function, spans_groups=True).from_groups(rewards)
+    assert found is not None
+    centred = [1.0, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0]  # an answer without others in its group is not compared
+    mean = statistics.fmean(centred)
+    if center == "group":
+        centred, mean = [0.5, -0.5, 0.0, -1.5, -0.5, 0.5, 1.5], 0.0
+    spread = statistics.pstdev(centred)
+    scaled = [(x - mean) / spread for x in centred]
+    assert found[0].tolist() == approx([scaled[0], 0.0, scaled[1], scaled[2]], abs=1e-12)
+    assert found[1].tolist() == [0.0] * 4
+    assert found[2].tolist() == approx(scaled[3:], abs=1e-12)
 
 
 def test_group_of_one_is_its_own_and_no_reward_at_all_gives_zeros() -> None:
@@ -73,6 +92,15 @@ def trained(folder: Path, **keys: Any) -> tuple[list[RecordedRollout], list[dict
     rows = [row for step in (1, 2, 3) for row in run.rollouts(step=step)]
     metrics = [json.loads(line)["metrics"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     return rows, metrics, pt.diagnose(run)
+
+
+@pytest.mark.parametrize(
+    "advantage", ["batch_normalized", {"name": "batch_normalized", "center": "group"}, "mean_scaled", "gdpo"]
+)
+def test_run_with_unscored_answers_balances_under_every_advantage(tmp_path: Path, advantage: Any) -> None:
+    rows, _, report = trained(tmp_path, advantage=advantage)
+    assert 0 < sum(row.is_scored for row in rows) < len(rows)
+    assert [one for one in report if one.kind == "fault"] == []
 
 
 def test_run_with_answers_that_no_reward_scores_balances(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def mean_scaled(rewards: Rewards) -> Rewards:
     )
 
 
-@register("advantage", min_group=1, min_group_if={"center": {"group": 2}}, scale_free=True)
+@register("advantage", min_group=1, min_group_if={"center": {"group": 2}}, scale_free=True, spans_groups=True)
 def batch_normalized(
     rewards: Rewards,
     *,
@@ -135,14 +135,21 @@ def batch_normalized(
     subtracts group means first (the paper's variant with baseline). The paper also subtracts a k1 penalty per token
     before normalizing; for that, use ``return_to_go`` with ``kl_in_reward``.
 
+    NaN marks places without an answer, in groups of unequal size; they are 0 in the result.
+
     Args:
         center: what the baseline averages over.
         epsilon: ε, in reward units.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True) if center == "group" else rewards.clone()
-    centred = centred - centred.mean()
-    std = centred.std(correction=0)
-    return centred / (std + epsilon) if bool(std > 0) else torch.zeros_like(centred)
+    known = ~rewards.isnan()
+    centred = rewards.clone()
+    if center == "group":
+        centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    centred = centred - centred[known].mean()
+    std = centred[known].std(correction=0)
+    if not bool(std > 0):
+        return torch.zeros_like(centred)
+    return torch.where(known, centred / (std + epsilon), torch.zeros_like(centred))
 
 
 @register("advantage", level="parts", min_group=2, scale_free=True)
@@ -158,9 +165,9 @@ def gdpo(
     3). Summed rewards hide which parts were earned: ``normalized`` treats (1, 0) and (0, 1) alike. Both standard
     deviations use ddof = 1, and each answer counts once regardless of length.
 
-    Missing parts (NaN) are excluded from group mean and std and add nothing to S. Answers without any part get A = 0
-    and do not count in batch statistics. Parts that are constant within a group add exactly 0, and answers with S = 0
-    keep A = 0, since mean(S) is 0 up to rounding.
+    Missing parts (NaN) are excluded from group mean and std and add nothing to S. Answers without any part that has a
+    weight get A = 0 and do not count in batch statistics. Parts that are constant within a group add exactly 0, and
+    answers with S = 0 keep A = 0, since mean(S) is 0 up to rounding.
 
     What goes wrong: If a part varies only slightly within a group, the difference is scaled up to full size. Watch
     ``reward/NAME`` for each part; once others are learned, a low-weight part may dominate updates.
@@ -173,7 +180,7 @@ def gdpo(
         rows = group == number
         scores[rows] = _normalized_columns(parts[rows], epsilon)
     sums = (scores * weights).sum(dim=1)
-    counted = ~parts.isnan().all(dim=1)
+    counted = (~parts.isnan() & (weights != 0)).any(dim=1)
     if int(counted.sum()) < 2:
         return torch.zeros_like(sums)
     scaled = (sums - sums[counted].mean()) / (sums[counted].std(correction=1) + epsilon)

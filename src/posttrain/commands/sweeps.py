@@ -103,7 +103,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
     """Check every row's recipe before training, and report missing prerequisites."""
     from posttrain.api.training import refuse_tasks
-    from posttrain.commands.train import check_data, check_tools, tell_missing
+    from posttrain.commands.train import check_data, check_packages, check_tools, tell_missing
     from posttrain.sweeps.comparison.plan import ComparisonPlan
 
     starts = []
@@ -117,6 +117,7 @@ def _check_rows(plan: SweepPlan | ComparisonPlan) -> None:
         refuse_tasks([recipe.task, *recipe.eval.tasks])
         check_data(recipe.task, recipe.eval, recipe.data)
         check_tools(recipe.environment, recipe.tools or (), recipe.rewards)
+        check_packages(recipe)
     tell_missing([*starts, *trained], plan.folder)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from posttrain import registry
 from posttrain.api.inputs import Override
 from posttrain.api.training import inert_lines, read_recipe, write_run_summary
 from posttrain.data.base import build_task, eval_components
@@ -18,6 +20,7 @@ from posttrain.recipes.sections import Component, DataSection, task_components
 from posttrain.runs.directory import check_run_name
 from posttrain.runs.launch import RunStart, launch
 from posttrain.runs.processes import follow, is_follower
+from posttrain.store.metrics import TrackedRun, build_trackers
 from posttrain.terminal.training_progress import choose_progress
 from posttrain.untrusted import harmless
 
@@ -35,6 +38,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             raise UsageError("--dry-run cannot resume; remove --resume and --accept-changes")
         check_data(recipe.task, recipe.eval, recipe.data)
         check_tools(recipe.environment, recipe.tools or (), recipe.rewards)
+        check_packages(recipe)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         tell_missing([recipe])
@@ -125,6 +129,20 @@ def check_tools(environment: Component | None, tools: Sequence[Component], rewar
         toolset = build_toolset(environment, tools)
         toolset.close()
         refuse_unpaid(toolset, [reward.name for reward in rewards])
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Create the recipe's trackers, without starting them, and find its optimizer's package, as training would.
+
+    Raises:
+        MissingExtra: a package is not installed.
+        UsageError: a tracker that cannot be used as given.
+    """
+    build_trackers(recipe.track, TrackedRun(Path(), recipe.dump(), _note))
+    traits = registry.traits_of("optimizer", recipe.optimizer.name) or {}
+    package = traits.get("package")
+    if isinstance(package, str) and find_spec(package) is None:
+        raise MissingExtra(package, str(traits["extra"]), f"optimizer: {recipe.optimizer.name}")
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

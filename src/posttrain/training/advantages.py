@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import KL_ESTIMATORS, log_ratio
@@ -31,6 +32,7 @@ def build_advantage_estimator(components: Components) -> AdvantageEstimator:
         per_token=components.per_token,
         per_turn=components.per_turn,
         of_parts=components.of_parts,
+        spans_groups=bool(components.advantage.traits.get("spans_groups")),
         keeps_unscored=components.keeps_unscored,
         bootstrap=bool(options.get("bootstrap", False)),
         kl=recipe.kl_in_reward,
@@ -66,7 +68,8 @@ class AdvantageEstimator:
     """Advantage estimator.
 
     advantage: advantage function; None if the objective uses no advantages. per_token: expects token rewards and
-    values; per_turn: expects turn rewards; of_parts: expects reward components. bootstrap: replace the score of
+    values; per_turn: expects turn rewards; of_parts: expects reward components. spans_groups: normalizes over all
+    groups, and takes NaN where a group is smaller than others. bootstrap: replace the score of
     truncated answers with the final state value (turn rewards are kept), because using both would count future reward
     twice. kl: KL penalty in the reward; ``kl_weight``: current weight, adapted if a target is set. keeps_unscored:
     see ``Components.keeps_unscored``. drops_rounding: zero out advantages caused by rounding in groups with equal
@@ -77,6 +80,7 @@ class AdvantageEstimator:
     per_token: bool = False
     per_turn: bool = False
     of_parts: bool = False
+    spans_groups: bool = False
     keeps_unscored: bool = True
     bootstrap: bool = False
     kl: KLInRewardSection | None = None
@@ -104,16 +108,18 @@ class AdvantageEstimator:
             return None
         advantages = [torch.zeros_like(group) for group in groups]
         compared = [group[~group.isnan()] for group in groups]
-        for places in same_sizes(compared):
-            places = [n for n in places if len(compared[n]) >= min(2, len(groups[n]))]
-            if not places or not len(compared[places[0]]):
-                continue
-            rewards = torch.stack([compared[n] for n in places])
+        counted = [n for n, own in enumerate(compared) if len(own) >= max(1, min(2, len(groups[n])))]
+        alike = [[counted[n] for n in places] for places in same_sizes([compared[n] for n in counted])]
+        if self.spans_groups and counted:
+            alike = [counted]
+        for places in alike:
+            rewards = pad_sequence([compared[n] for n in places], batch_first=True, padding_value=math.nan)
             rows = call_advantage(self.advantage, tuple(rewards.shape), 1, rewards)
-            if self.drops_rounding:
-                rows = without_rounding(rows, rewards)
             for n, row in zip(places, rows, strict=True):
-                advantages[n] = advantages[n].to(row.dtype).masked_scatter(~groups[n].isnan(), row)
+                own = row[: len(compared[n])]
+                if self.drops_rounding:
+                    own = without_rounding(own[None], compared[n][None])[0]
+                advantages[n] = advantages[n].to(own.dtype).masked_scatter(~groups[n].isnan(), own)
         return advantages
 
     def from_parts(

@@ -151,6 +151,8 @@ class Scorer:
         everywhere: dict[int, tuple[Tensor, Tensor]] = {}
         for of_process in self.process_group.gather([of_row], "candidates"):
             everywhere.update(of_process)
+        for table, _ in everywhere.values():
+            k = table.shape[-1]  # less than asked for in a small vocabulary
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
         for row in range(batch.num_rows):
@@ -204,13 +206,17 @@ def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, reci
     """``int64 [B, T, K]`` most likely tokens, sorted, with the teacher's ``teacher_candidate_logprobs``.
 
     The ``teacher.top_k`` tokens are ranked by the teacher, or by the student at sampling time (``teacher.support``).
+    Under sampling replay they come from the kept set, over which both are normalized; -1 fills up smaller sets.
     """
     assert recipe.teacher is not None
+    most = recipe.teacher.top_k
+    if batch.kept is not None:
+        most = min(most, int(batch.kept.counts.max()))
     if recipe.teacher.support == "student":
-        ids, _ = policy.candidates(batch, recipe.teacher.top_k)
+        ids, _ = policy.candidates(batch, most)
         logprobs = teacher.logprobs_of(seen, ids)
     else:
-        ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
+        ids, logprobs = teacher.candidates(seen, most)
     shape = (*batch.mask.shape, ids[0].shape[-1])
     all_ids = torch.zeros(shape, dtype=torch.long)
     all_logprobs = torch.zeros(shape, dtype=torch.float32)

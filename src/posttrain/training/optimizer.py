@@ -116,7 +116,7 @@ def adafactor(
     return torch.optim.Adafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=(None, eps), d=clip_threshold)
 
 
-@register("optimizer")
+@register("optimizer", package="bitsandbytes", extra="quantize")
 def adamw_8bit(
     parameters: Named,
     lr: float,

@@ -15,12 +15,14 @@ Examples:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.api.parts.part_arguments import (
     bind_arguments,
@@ -103,7 +105,7 @@ def _returned(values: Tensor, like: Tensor) -> Tensor:
 def _per_completion(where: str, entry: Entry, arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
     given = checked(where, "rewards", arguments["rewards"], (1, 2), "[N, G], or [B] with group")
     rewards = with_float64(given.detach()).double()
-    least = int(entry.traits.get("min_group", 1))
+    least = least_group(entry, options)
     group = arguments["group"]
     if given.ndim == 2:
         if group is not None:
@@ -121,6 +123,14 @@ def _per_completion(where: str, entry: Entry, arguments: dict[str, Any], options
             f"{where}: group: {len(numbers)} indices for {given.shape[0]} rewards. Give one index per reward"
         )
     return _returned(_by_group(where, entry, rewards, numbers, least, options), given)
+
+
+def least_group(entry: Entry, options: dict[str, Any]) -> int:
+    """Smallest group that an advantage compares, with these options."""
+    least = int(entry.traits.get("min_group", 1))
+    for option, sizes in entry.traits.get("min_group_if", {}).items():
+        least = max(least, sizes.get(options.get(option), 1))
+    return least
 
 
 def _per_part(where: str, entry: Entry, arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
@@ -155,11 +165,13 @@ def _by_group(
     if len(sizes) == 1:
         order = torch.tensor(list(places.values()))
         result[order] = entry.function(rewards[order], **options)
+    elif entry.traits.get("spans_groups"):
+        padded = pad_sequence([rewards[own] for own in places.values()], batch_first=True, padding_value=math.nan)
+        for own, values in zip(places.values(), entry.function(padded, **options), strict=True):
+            result[own] = values[: len(own)]
     elif least > 1:  # computed within each group
         for rows in places.values():
             result[rows] = entry.function(rewards[rows][None], **options)[0]
-    elif options.get("center") == "group":
-        raise UsageError(f"{where}: group: center='group' needs groups of equal size, not {sorted(sizes)}")
     else:
         result = entry.function(rewards[None], **options)[0]
     return result

@@ -20,7 +20,8 @@ from starlette.routing import Route
 from posttrain.commands.serve import requests
 from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
-from posttrain.commands.serve.endpoints import build_application, error_body, parse_json, read_content
+from posttrain.commands.serve.endpoints import build_application, error_body, parse_json
+from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
 from posttrain.data.render.assistant import opening_of

@@ -1,4 +1,4 @@
-"""HTTP endpoints of both servers: applications, request bodies and error responses."""
+"""HTTP endpoints of both servers: applications, JSON bodies and error responses."""
 
 from __future__ import annotations
 
@@ -34,21 +34,6 @@ def build_application(routes: Sequence[Route]) -> Starlette:
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
 
 
-async def read_content(request: Request, max_bytes: int) -> bytes:
-    """Read a body with a size limit.
-
-    Raises:
-        BadRequest: the body is too large.
-    """
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > max_bytes:
-            text = f"the body has more than {max_bytes:,} bytes; send smaller requests"
-            raise BadRequest(text, code="too_large", status=413)
-    return bytes(content)
-
-
 def parse_json(content: bytes) -> object:
     """Parse a body.
 
@@ -80,4 +65,7 @@ def error_response(error: PosttrainError) -> Response:
         status = 400
     status = getattr(error, "status", status)
     content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
-    return Response(content, status, media_type="application/json")
+    headers = {}
+    if status == 408:  # what still arrives of the body is not the next request
+        headers["Connection"] = "close"
+    return Response(content, status, headers, media_type="application/json")

@@ -6,11 +6,16 @@ import asyncio
 import time
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from posttrain.commands.serve.requests import BadRequest
+
 HEAD_SECONDS = 10.0  # to receive request headers, counted from the first byte or from connecting
+SILENT_SECONDS = 10.0  # between two parts of a body
+BODY_SECONDS = 60.0  # for a whole body, which may be many megabytes
 MAX_CONNECTIONS = 512  # if exceeded, a connection without any request is closed
 
 
@@ -89,3 +94,27 @@ class RequestLimit:
             await self.application(scope, receive, send)
         finally:
             self.num_requests -= 1
+
+
+async def read_content(request: Request, most: int) -> bytes:
+    """Read a body of at most ``most`` bytes, as long as it keeps arriving.
+
+    Raises:
+        BadRequest: a body that is too large or too slow.
+    """
+    content = bytearray()
+    parts = request.stream()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    part = await anext(parts, None)
+                if part is None:
+                    return bytes(content)
+                content += part
+                if len(content) > most:
+                    message = f"the body has more than {most:,} bytes; send smaller requests"
+                    raise BadRequest(message, code="too_large", status=413)
+    except TimeoutError:
+        message = f"the body did not arrive in time ({len(content):,} bytes did); send the request again"
+        raise BadRequest(message, code="too_slow", status=408) from None

@@ -218,12 +218,13 @@ class Forward:
     def top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at each trained position and their log-probabilities, likeliest first.
 
-        ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V (``restrict``).
+        ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V (``restrict``). If the batch
+        has kept sets, tokens come from these, padded by -1.
         """
 
         def compute() -> tuple[Tensor, Tensor]:
             states = self._states(batch, self.plan(batch), predicts=True)
-            ids, logprobs = self._distribution.likeliest(states, k)
+            ids, logprobs = self._distribution.likeliest(states, k, self._draws_of(batch))
             return states.spread(ids), states.spread(logprobs)
 
         return self._gathered(compute)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.forward.logit_rules import FAR_BELOW, apply_rules, ids_as_mask, tokens_before
@@ -137,16 +138,16 @@ class Distribution:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute log-probabilities, entropies ``[M]``, and log-probabilities for ``candidates [num_targets, K]``.
 
-        Given ``draws``, these use the actual sampling distributions.
+        Given ``draws``, these use the actual sampling distributions; candidates then come from the sets, padded by -1.
         """
-        assert candidates is None or draws is None, "a recipe with both is refused"
+        assert candidates is None or draws is None or draws.rules is None, "a recipe with both is refused"
         named: dict[str, tuple[Tensor, int]] = {}
         is_whole = False  # some tokens have no set
-        if candidates is not None:
-            named["candidates"] = (candidates, 0)
-        elif draws is not None:
+        if draws is not None:
             named = draws.per_token()
             is_whole = draws.sets is not None and bool((draws.sets < 0).all(dim=1).any())
+        if candidates is not None:
+            named["candidates"] = (candidates, 0)
         extra = [_filled_up(values, len(states.targets), filler) for values, filler in named.values()]
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -156,7 +157,7 @@ class Distribution:
             if draws is not None:
                 logits = draws.apply(logits, own)
             if "sets" in own:
-                per_token = self._score_sets(logits, ids[0], own["sets"], entropy, is_whole)
+                per_token = self._score_sets(logits, ids[0], own, entropy, is_whole)
             else:
                 per_token = self._score(logits, ids[0], entropy, own.get("candidates"))
             return tuple(x for x in per_token if x is not None)
@@ -175,8 +176,24 @@ class Distribution:
             of_candidates = others.pop()
         return logprobs, entropies, of_candidates
 
-    def likeliest(self, states: States, k: int) -> tuple[Tensor, Tensor]:
-        """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V."""
+    def likeliest(self, states: States, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V.
+
+        Given sets in ``draws``, they come from these, padded by -1 with ``LOG_ZERO``.
+        """
+        if draws is not None and draws.sets is not None:
+            sets = _filled_up(draws.sets, len(states.targets), -1)
+
+            def best_of_set(part: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                table, is_member = self._within(states.project(part), own[0])
+                values, places = table.log_softmax(dim=-1).topk(min(k, table.shape[1]), dim=-1)
+                missing = ~is_member.gather(1, places)
+                ids = own[0].long().gather(1, places).masked_fill(missing, -1)
+                room = (0, k - ids.shape[1])
+                return pad(ids, room, value=-1), pad(values.masked_fill(missing, LOG_ZERO), room, value=LOG_ZERO)
+
+            ids, logprobs = _in_chunks(best_of_set, states, (sets,))
+            return ids, logprobs
 
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits = states.project(part)[:, : self.num_ids]
@@ -205,26 +222,48 @@ class Distribution:
             return logprobs, entropies, None
         return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
 
-    def _score_sets(
-        self, logits: Tensor, targets: Tensor, sets: Tensor, entropy: Entropy, is_whole: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies ``[M]`` over ``sets [M, K]``; ``is_whole``: some tokens have none."""
+    def _within(self, logits: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits over temperature of ``sets [M, K]``, ``FAR_BELOW`` for padding, and which are members."""
+        inside, is_member = self._members(logits, sets)
+        if inside.dtype != torch.float64:
+            inside = inside.float()
+        return inside / self.temperature, is_member
+
+    def _members(self, logits: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of ``sets [M, K]``, ``FAR_BELOW`` for padding, and which are members."""
         limit = logits.shape[1]
         if self.restricts_targets and self.num_ids is not None:
             limit = self.num_ids
         is_member = (sets >= 0) & (sets < limit)
-        inside = logits.gather(1, sets.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW)
+        return logits.gather(1, sets.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW), is_member
+
+    def _score_sets(
+        self, logits: Tensor, targets: Tensor, own: dict[str, Tensor], entropy: Entropy, is_whole: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities and entropies ``[M]`` over sets, and of candidates; ``is_whole``: some tokens have no set.
+
+        own: ``sets [M, K]``, optionally ``candidates [M, C]`` from these.
+        """
+        sets = own["sets"]
+        candidates = own.get("candidates")
+        inside, is_member = self._members(logits, sets)
         is_target = is_member & (sets == targets[:, None])
         places = is_target.int().argmax(dim=1)
         logprobs, entropies, _ = score_logits(inside, places, self.temperature, entropy)
         logprobs = logprobs.masked_fill(~is_target.any(dim=1), LOG_ZERO)
+        of_candidates: Tensor | None = None
+        if candidates is not None:
+            chosen, is_chosen = self._within(logits, candidates)
+            total = self._within(logits, sets)[0].logsumexp(dim=1, keepdim=True)
+            of_candidates = (chosen - total).masked_fill(~is_chosen, LOG_ZERO)
         if not is_whole:
-            return logprobs, entropies
+            return logprobs, entropies, of_candidates
+        assert candidates is None, "candidates are of drawn tokens, which have sets"
         has_none = (sets < 0).all(dim=1)
         whole, of_whole, _ = self._score(logits, targets, entropy)
         if entropies is not None and of_whole is not None:
             entropies = torch.where(has_none, of_whole, entropies)
-        return torch.where(has_none, whole, logprobs), entropies
+        return torch.where(has_none, whole, logprobs), entropies, None
 
 
 def _filled_up(rows: Tensor, count: int, filler: int) -> Tensor:

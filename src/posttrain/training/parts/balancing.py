@@ -117,4 +117,4 @@ def build_balancing(
         return RouterBalancing(policy, routers, wanted)
     if coefficient is None:
         return None
-    raise RecipeError(f"train.router_aux_loss_coef: {type(base).__name__} has no supported routers; remove it out")
+    raise RecipeError(f"train.router_aux_loss_coef: {type(base).__name__} has no supported routers; remove the key")

@@ -21,7 +21,7 @@ from posttrain.errors import StorageError
 from posttrain.recipes.sections import RolloutSection
 from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file
-from posttrain.store.rollouts import read_turns, write_turns
+from posttrain.store.turns import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, ExpertChoices, KeptRows, KeptSets, Message, Rollout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -13,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.endpoints import build_application, parse_json, read_content
+from posttrain.commands.serve.endpoints import build_application, parse_json
+from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.commands.serve.tinker import bodies
 from posttrain.commands.serve.tinker.samplers import SampleJob
 from posttrain.commands.serve.tinker.service import Service
 from posttrain.commands.serve.tinker.states import Kind
 from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
-from posttrain.commands.serve.tinker.work import Failed, Promise, RequestResult
+from posttrain.commands.serve.tinker.work import BodyMark, Failed, Promise, RequestResult, describe_body
 
 MAX_JSON_BYTES = 4_000_000
 MAX_ROWS_BYTES = 32_000_000
@@ -130,9 +130,9 @@ class TinkerApi:
 
     async def create_model(self, request: Request) -> Response:
         """Create a model, with a new adapter or with all weights trainable."""
-        body, digest = await self._read(request, bodies.CreateModel)
+        body, mark = await self._read(request, bodies.CreateModel)
         owner = f"session {body.session_id}"
-        return self._promised(owner, body.model_seq_id, digest, lambda: self.service.create_model(body))
+        return self._promised(owner, body.model_seq_id, mark, lambda: self.service.create_model(body))
 
     async def get_info(self, request: Request) -> Response:
         """Describe a model."""
@@ -152,8 +152,8 @@ class TinkerApi:
 
     async def unload_model(self, request: Request) -> Response:
         """Release a model."""
-        body, digest = await self._read(request, bodies.OfModel)
-        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.unload(body))
+        body, mark = await self._read(request, bodies.OfModel)
+        return self._promised(body.model_id, body.seq_id, mark, lambda: self.service.unload(body))
 
     async def forward_backward(self, request: Request) -> Response:
         """Compute a loss over rows, and add its gradients unless only the forward pass is asked for."""
@@ -162,38 +162,38 @@ class TinkerApi:
         if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
             raise BadRequest(f"the body of forward_backward is {PROTOBUF}, not JSON", None, "no_protobuf", 415)
         content = await read_content(request, MAX_ROWS_BYTES)
-        digest = hashlib.sha256(content).hexdigest()
+        mark = describe_body(content)
 
         def prepare() -> tuple[str, int, Callable[[], RequestResult]]:
             message = read_loss_request(content)
             return message.model_id, message.seq_id, self.service.evaluate(message)
 
         owner, number, work = await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
-        return self._promised(owner, number or None, digest, lambda: work)
+        return self._promised(owner, number or None, mark, lambda: work)
 
     async def optim_step(self, request: Request) -> Response:
         """Run an optimizer step."""
-        body, digest = await self._read(request, bodies.OptimStep)
-        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.step(body))
+        body, mark = await self._read(request, bodies.OptimStep)
+        return self._promised(body.model_id, body.seq_id, mark, lambda: self.service.step(body))
 
     async def save_weights(self, request: Request) -> Response:
         """Save a checkpoint for continued training."""
-        body, digest = await self._read(request, bodies.SaveWeights)
-        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
+        body, mark = await self._read(request, bodies.SaveWeights)
+        return self._promised(body.model_id, body.seq_id, mark, lambda: self.service.save(body))
 
     async def save_for_sampler(self, request: Request) -> Response:
         """Save weights to sample from, under a name or for one sampling session."""
-        body, digest = await self._read(request, bodies.SaveForSampler)
-        return self._promised(body.model_id, body.seq_id, digest, lambda: self.service.save(body))
+        body, mark = await self._read(request, bodies.SaveForSampler)
+        return self._promised(body.model_id, body.seq_id, mark, lambda: self.service.save(body))
 
     async def load_weights(self, request: Request) -> Response:
         """Load a saved state into an existing or new model."""
-        body, digest = await self._read(request, bodies.LoadWeights)
+        body, mark = await self._read(request, bodies.LoadWeights)
         owner = body.model_id or f"session {body.session_id}"
         number = body.seq_id
         if body.model_id is None:
             number = body.model_seq_id
-        return self._promised(owner, number, digest, lambda: self.service.load(body))
+        return self._promised(owner, number, mark, lambda: self.service.load(body))
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Create a sampling session from base or saved weights."""
@@ -209,8 +209,8 @@ class TinkerApi:
 
     async def sample(self, request: Request) -> Response:
         """Sample answers to a prompt."""
-        body, digest = await self._read(request, bodies.SampleRequest)
-        promise = self._promise(body.sampling_session_id, body.seq_id, digest, lambda: self.service.sample(body))
+        body, mark = await self._read(request, bodies.SampleRequest)
+        promise = self._promise(body.sampling_session_id, body.seq_id, mark, lambda: self.service.sample(body))
         names = [f"{promise.id}:{number}" for number in range(body.num_samples)]
         return JSONResponse({"request_id": promise.id, "sample_sequence_ids": names})
 
@@ -233,7 +233,7 @@ class TinkerApi:
         """Cancel a pending request."""
         body, _ = await self._read(request, bodies.OfRequest)
         promise = self.service.promises.find(body.request_id)
-        if not isinstance(promise.work, SampleJob):
+        if not promise.is_sampling:
             raise BadRequest("request_id: only sampling requests can be cancelled", "request_id")
         promise.is_cancelled = True
         return JSONResponse({})
@@ -290,14 +290,14 @@ class TinkerApi:
             described.append((kind, state | {"tinker_path": f"tinker://{model_id}/{place}"}))
         return described
 
-    def _promised(self, owner: str, number: int | None, digest: str, make: Make) -> Response:
-        return JSONResponse({"request_id": self._promise(owner, number, digest, make).id})
+    def _promised(self, owner: str, number: int | None, mark: BodyMark, make: Make) -> Response:
+        return JSONResponse({"request_id": self._promise(owner, number, mark, make).id})
 
-    def _promise(self, owner: str, number: int | None, digest: str, make: Make) -> Promise:
-        return self.service.promise(owner, number, digest, make)
+    def _promise(self, owner: str, number: int | None, mark: BodyMark, make: Make) -> Promise:
+        return self.service.promise(owner, number, mark, make)
 
-    async def _read(self, request: Request, kind: type[bodies.BodyT]) -> tuple[bodies.BodyT, str]:
-        """Parse a request and compute a body digest.
+    async def _read(self, request: Request, kind: type[bodies.BodyT]) -> tuple[bodies.BodyT, BodyMark]:
+        """Parse a request and compute the mark of its body.
 
         Raises:
             BadRequest: an invalid body.
@@ -308,7 +308,7 @@ class TinkerApi:
             return bodies.read_body(kind, parse_json(content))
 
         parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
-        return parsed, hashlib.sha256(content).hexdigest()
+        return parsed, describe_body(content)
 
 
 def _time(seconds: float) -> str:

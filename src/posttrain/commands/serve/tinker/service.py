@@ -14,7 +14,7 @@ from posttrain.commands.serve.tinker import bodies
 from posttrain.commands.serve.tinker.samplers import SampledWeights, SampleJob, Samplers, make_sampler
 from posttrain.commands.serve.tinker.states import Kind, ModelNote, SavedState, StateFolder, no_model
 from posttrain.commands.serve.tinker.wire import LossRequest, write_loss_result
-from posttrain.commands.serve.tinker.work import Promise, Promises, RequestResult, Worker
+from posttrain.commands.serve.tinker.work import BodyMark, Promise, Promises, RequestResult, Worker
 from posttrain.data.render import stop_ids
 from posttrain.errors import UsageError
 from posttrain.models.sources import resolve_model_name
@@ -31,7 +31,6 @@ from posttrain.training.stepwise.trainee import WHOLE, AdapterChoice, Trainee
 MOST_SESSIONS = 1_000
 SILENT_SECONDS = 120.0  # idle time until a session's models can be evicted
 MOST_SHORT_LIVED = 16  # saved weights per model for sampling sessions
-MOST_ROWS = 4_096  # rows per request
 
 
 @dataclass
@@ -163,23 +162,28 @@ class Service:
             raise BadRequest(message, "base_model", "model_not_found", 404)
 
     def promise(
-        self, owner: str, number: int | None, digest: str, make: Callable[[], Callable[[], RequestResult] | SampleJob]
+        self,
+        owner: str,
+        number: int | None,
+        body: BodyMark,
+        make: Callable[[], Callable[[], RequestResult] | SampleJob],
     ) -> Promise:
         """Create the promise for a request; a repeated request gets the same promise.
 
         Args:
-            owner: model or session that numbers its requests. number: sequence number. digest: body digest.
+            owner: model or session that numbers its requests. number: sequence number. body: mark of its body.
             make: validates the request and builds its work.
 
         Raises:
-            BadRequest: an invalid request.
+            BadRequest: an invalid request, or too many wait.
         """
-        known = self.promises.repeated(owner, number, digest)
+        known = self.promises.repeated(owner, number, body.digest)
         if known is not None:
             return known
-        promise = Promise(secrets.token_hex(12), make())
+        self.worker.refuse_if_busy(body.size)  # before ``make``, which may reserve a model
+        promise = Promise(secrets.token_hex(12), make(), body.size)
         self.worker.submit(promise)
-        self.promises.add(promise, owner, number, digest)
+        self.promises.add(promise, owner, number, body.digest)
         return promise
 
     def create_model(self, body: bodies.CreateModel) -> Callable[[], RequestResult]:
@@ -256,8 +260,6 @@ class Service:
         """Build work for a loss: forward, plus backward for training."""
         trainee = self._trainee(request.model_id)
         loss = choose_loss(request.loss, request.options)
-        if not 1 <= len(request.datums) <= MOST_ROWS:
-            raise BadRequest(f"data: {len(request.datums)} rows; give 1 to {MOST_ROWS:,}", "data")
         for number, datum in enumerate(request.datums):
             where = f"data.{number}"
             check_datum(datum, where, list(loss.fields), self.vocabulary, self.context)

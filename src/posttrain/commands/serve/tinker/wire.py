@@ -5,6 +5,7 @@ Field numbers and types match client ``tinker`` 0.38. Tensors are little-endian 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -94,6 +95,8 @@ _NUMPY: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype(
 _STOP_REASONS = {"stop": 0, "length": 1}
 _MASKED = -99999.0  # padding in a top-token table
 MAX_CELLS = 1 << 22  # elements in a sparse tensor
+MAX_ALL_CELLS = 1 << 24  # elements in all sparse tensors of a request, which take few bytes until read
+MAX_DATUMS = 4_096  # rows in a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,9 @@ def read_loss_request(content: bytes) -> LossRequest:
         message.ParseFromString(content)
     except (DecodeError, RecursionError):
         raise BadRequest("the body is not a ForwardBackwardRequest in protocol buffers", code="no_protobuf") from None
+    if not 1 <= len(message.data) <= MAX_DATUMS:
+        raise BadRequest(f"data: {len(message.data):,} rows; give 1 to {MAX_DATUMS:,}", "data")
+    _check_sparse_size(message)
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         options[key] = value.number
@@ -164,6 +170,27 @@ def read_loss_request(content: bytes) -> LossRequest:
     datums = [_read_datum(datum, f"data.{number}") for number, datum in enumerate(message.data)]
     learns = not message.forward_only
     return LossRequest(message.model_id, message.seq_id, message.loss_fn, options, datums, learns)
+
+
+def _check_sparse_size(message: Any) -> None:
+    """Bound the memory of all sparse tensors in a request before any is read.
+
+    Raises:
+        BadRequest: too many elements.
+    """
+    cells = 0
+    for number, datum in enumerate(message.data):
+        for name in sorted(datum.loss_fn_inputs):
+            tensor = datum.loss_fn_inputs[name]
+            if tensor.WhichOneof("encoding") == "sparse_csr":
+                cells += math.prod(abs(size) for size in tensor.shape)
+            if cells > MAX_ALL_CELLS:
+                where = f"data.{number}.{name}"
+                raise BadRequest(
+                    f"{where}: sparse tensors up to here have {cells:,} cells; a request may have {MAX_ALL_CELLS:,}. "
+                    "Send fewer rows in a request",
+                    "data",
+                )
 
 
 def _read_datum(datum: Any, where: str) -> Datum:

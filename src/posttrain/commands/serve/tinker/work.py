@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 import traceback
@@ -17,10 +18,24 @@ from posttrain.commands.serve.tinker.wire import SampleResult, write_samples
 from posttrain.errors import PosttrainError, UsageError
 
 MOST_WAITING = 4_096  # pending requests
+MOST_WAITING_BYTES = 1 << 28  # of their bodies
 MOST_KEPT = 8_192  # promises; the oldest fulfilled ones are evicted first
 MOST_KEPT_BYTES = 1 << 28
 
 RequestResult = dict[str, object] | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BodyMark:
+    """SHA-256 and number of bytes of a request's body."""
+
+    digest: str
+    size: int
+
+
+def describe_body(content: bytes) -> BodyMark:
+    """Compute the mark of a body."""
+    return BodyMark(hashlib.sha256(content).hexdigest(), len(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +56,27 @@ class Failed:
 
 @dataclass(eq=False)
 class Promise:
-    """An accepted request. ``work`` computes the result in the worker thread, or is a sampling job."""
+    """An accepted request. ``work`` computes the result in the worker thread, or is a sampling job.
+
+    ``size``: bytes of its body. Once done, ``work`` is None: it holds rows and a model, the promise only the result.
+    """
 
     id: str
-    work: Callable[[], RequestResult] | SampleJob
+    work: Callable[[], RequestResult] | SampleJob | None
+    size: int = 0
     done: Future[RequestResult | Failed] = field(default_factory=Future)
     is_cancelled: bool = False
     error: BaseException | None = None
+    is_sampling: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_sampling = isinstance(self.work, SampleJob)
+
+    def fulfil(self, answer: RequestResult | Failed) -> None:
+        """Set the result and release what computed it."""
+        self.work = None
+        self.error = None
+        self.done.set_result(answer)
 
 
 class SampleDrawer(Protocol):
@@ -72,16 +101,22 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
         self._thread.start()
 
-    def submit(self, promise: Promise) -> None:
-        """Take a request.
+    def refuse_if_busy(self, size: int) -> None:
+        """Check that a request with a body of ``size`` bytes may wait.
 
         Raises:
             BadRequest: too many wait already; the client may try again.
         """
         with self._news:
-            if len(self._waiting) >= MOST_WAITING or self._is_closed:
-                message = f"{MOST_WAITING:,} requests are already waiting; try again later"
+            waiting = sum(one.size for one in self._waiting)
+            is_full = len(self._waiting) >= MOST_WAITING or (waiting > 0 and waiting + size > MOST_WAITING_BYTES)
+            if is_full or self._is_closed:
+                message = f"{len(self._waiting):,} requests are already waiting; try again later"
                 raise BadRequest(message, None, "server_busy", 429)
+
+    def submit(self, promise: Promise) -> None:
+        """Take a request."""
+        with self._news:
             self._waiting.append(promise)
             self._news.notify()
 
@@ -102,7 +137,7 @@ class Worker:
                 promises = self._take()
             self._compute(promises)
         for promise in self._waiting:
-            promise.done.set_result(Failed("the server ends", is_users=False))
+            promise.fulfil(Failed("the server ends", is_users=False))
 
     def _take(self) -> list[Promise]:
         """Take the next request, plus compatible sampling jobs."""
@@ -125,23 +160,28 @@ class Worker:
         wanted = [one for one in promises if not one.is_cancelled]
         for one in promises:
             if one.is_cancelled:
-                one.done.set_result(Failed("the client cancelled this request", is_users=True))
+                one.fulfil(Failed("the client cancelled this request", is_users=True))
         if not wanted:
             return
         first = wanted[0]
         answers: Sequence[RequestResult | Failed] = []
         try:
-            if isinstance(first.work, SampleJob):
-                jobs = [one.work for one in wanted if isinstance(one.work, SampleJob)]
-                answers = [write_samples(drawn) for drawn in self.sampler.draw(jobs)]
-            else:
-                answers = [first.work()]
+            answers = self._answers(wanted)
         except Exception as error:  # noqa: BLE001  # of the model's code, which may raise anything
             first.error = error
         if first.error is not None:
             answers = [_describe(first.error)] * len(wanted)
         for promise, answer in zip(wanted, answers, strict=True):
-            promise.done.set_result(answer)
+            promise.fulfil(answer)
+
+    def _answers(self, promises: Sequence[Promise]) -> Sequence[RequestResult | Failed]:
+        """Compute the results of a request, or of sampling jobs in a group."""
+        work = promises[0].work
+        if isinstance(work, SampleJob):
+            jobs = [one.work for one in promises if isinstance(one.work, SampleJob)]
+            return [write_samples(drawn) for drawn in self.sampler.draw(jobs)]
+        assert work is not None, "it is computed once"
+        return [work()]
 
 
 def _describe(error: BaseException) -> Failed:

@@ -369,17 +369,17 @@ def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel, reads_r
     from posttrain.models.config import context_length
     from posttrain.training.checks import resolve_components
     from posttrain.training.sources.dataset import SupervisedSource
+    from posttrain.training.sources.units import TaskUnits, UnitEncoder
 
     template = build_template(recipe.prompt.template)
     task = take_rendered(build_task(recipe.task), template, loaded.tokenizer)
-    source = SupervisedSource(
-        recipe,
-        task,
-        template,
-        loaded.tokenizer,
-        context_length(loaded.model.config),
-        shape=resolve_components(recipe).shape,
+    context_tokens = context_length(loaded.model.config)
+    shape = resolve_components(recipe).shape
+    assert recipe.data is not None, "a record without sampling"
+    encoder = UnitEncoder(
+        loaded.tokenizer, template, recipe.data, shape, context_tokens, recipe.prompt.max_prompt_tokens
     )
+    source = SupervisedSource(recipe.data, recipe.train, TaskUnits(task, encoder))
     draw = source(record.step)
     batch = draw.batch
     assert batch is not None, "data sets have rows for each step"
