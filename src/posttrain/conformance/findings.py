@@ -84,7 +84,7 @@ def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
     return "convention", gap, remark
 
 
-def shown(text: str) -> str:
+def in_one_line(text: str) -> str:
     """Format what a function under test wrote as one line of at most ``LONGEST_REASON`` characters."""
     return " ".join(harmless(text).split())[:LONGEST_REASON]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.conformance.cases import LEAVES, Config, FieldTensors, MicroBatches
-from posttrain.conformance.findings import BadResult, check_tensor, shown
+from posttrain.conformance.findings import BadResult, check_tensor, in_one_line
 from posttrain.conformance.reference import reference_loss
 from posttrain.errors import PosttrainError, RunFailure
 from posttrain.registry import call
@@ -58,10 +58,10 @@ def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
     except RunFailure as failure:
         cause = failure.__cause__
         if cause is None:
-            raise BadResult(shown(str(failure))) from None
-        raise BadResult(shown(f"raised {type(cause).__name__}: {cause}")) from cause
+            raise BadResult(in_one_line(str(failure))) from None
+        raise BadResult(in_one_line(f"raised {type(cause).__name__}: {cause}")) from cause
     except PosttrainError as error:
-        raise BadResult(shown(f"raised {type(error).__name__}: {error}")) from error
+        raise BadResult(in_one_line(f"raised {type(error).__name__}: {error}")) from error
 
 
 def run_loss(
@@ -95,7 +95,7 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
-        raise BadResult(f"cannot be differentiated: {shown(str(error))}") from error
+        raise BadResult(f"cannot be differentiated: {in_one_line(str(error))}") from error
     gradients = {}
     for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
         gradients[name] = gradient

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.conformance.advantages import check_advantages
-from posttrain.conformance.findings import Finding, shown, worst
+from posttrain.conformance.findings import Finding, in_one_line, worst
 from posttrain.conformance.losses import check_losses
 from posttrain.conformance.rows import check_rows
 from posttrain.conformance.scores import check_scores
@@ -115,7 +115,7 @@ def load_module(name: str) -> ModuleType:
         return call("module", _import_name, name)
     except RunFailure as failure:
         cause = failure.__cause__
-        reason = shown(f"{type(cause).__name__}: {cause}")
+        reason = in_one_line(f"{type(cause).__name__}: {cause}")
         raise UsageError(
             f"{name}: it cannot be imported ({reason}). Give a module, a Python file, or {' or '.join(SHIPPED)}"
         ) from cause

@@ -184,7 +184,7 @@ class SweepRow:
     needs: tuple[str, ...] = ()
 
 
-def split_overrides(overrides: Overrides) -> tuple[Overrides, Overrides]:
+def divide_overrides(overrides: Overrides) -> tuple[Overrides, Overrides]:
     """Split overrides into those of the file's own keys, and those of every row's recipe."""
     own = []
     common = []

@@ -33,7 +33,7 @@ from posttrain.sweeps.file import (
     label_of,
     read_needs,
     read_sweep,
-    split_overrides,
+    divide_overrides,
 )
 
 TrialState = Literal["new", "unfinished", "finished"]
@@ -222,7 +222,7 @@ def load_sweep(
         keys.append(over[0])
     if "train.seed" in keys:
         raise UsageError("--train.seed: set per trial; use --seeds to choose the number of seeds")
-    own, common = split_overrides(overrides)
+    own, common = divide_overrides(overrides)
     content, document = read_sweep(name_or_path, own, over)
     needs = read_needs(document, content)
     reader = RowReader(document, content, common, {key for key, _ in own})

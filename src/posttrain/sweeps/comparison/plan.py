@@ -38,7 +38,7 @@ from posttrain.sweeps.file import (
     error_at,
     read_needs,
     read_sweep,
-    split_overrides,
+    divide_overrides,
 )
 
 StageName = Literal["tuning", "final"]
@@ -195,7 +195,7 @@ def names_comparison(name_or_path: str, overrides: Overrides, over: object) -> b
     """Check if a sweep file has a ``comparison`` section."""
     if over is not None:
         return False
-    own, _ = split_overrides(overrides)
+    own, _ = divide_overrides(overrides)
     content, _ = read_sweep(name_or_path, own, None)
     return content.comparison is not None
 
@@ -217,7 +217,7 @@ def load_comparison(
     for key in ("train.seed", "train.lr"):
         if key in dict(overrides):
             raise UsageError(f"--{key}: set per trial; use --seeds and --comparison.rates instead")
-    own, common = split_overrides(overrides)
+    own, common = divide_overrides(overrides)
     content, document = read_sweep(name_or_path, own, None)
     design = content.comparison
     assert design is not None, "names_comparison has said so"
