@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.published.catalog import MAGIC
+from posttrain.models.published.gguf_contents import check_contents, check_loaded, check_number_of_weights
 from posttrain.models.published.model_cache import is_cached, making, place_of
 from posttrain.option_types import shorten
 from posttrain.store.checkpoint_files import digest_of
@@ -85,8 +86,10 @@ def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> No
 def read_gguf(path: Path) -> tuple[Any, Any]:
     """Load fp32 model and tokenizer through transformers."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    verbosity = transformers_logging.get_verbosity()
     try:
         import gguf  # noqa: F401  # transformers needs it, and says so less clearly
     except ImportError:
@@ -94,8 +97,14 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
     try:
         options = {"pretrained_model_name_or_path": str(path.parent.resolve()), "gguf_file": path.name}
         with redirect_stderr(io.StringIO()):  # progress bars
+            check_contents(path)
+            config = AutoConfig.from_pretrained(**options)
+            check_number_of_weights(path, config)
             tokenizer = AutoTokenizer.from_pretrained(**options)
-            read = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+            transformers_logging.set_verbosity_error()  # its report of weights, which ``check_loaded`` makes
+            reports = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            read, report = AutoModelForCausalLM.from_pretrained(**options, **reports, dtype=torch.float32)
+        check_loaded(path, read.config, report)
         config = read.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # dequantized to fp32
@@ -110,6 +119,8 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
             f"model.name: {path}: transformers cannot read this GGUF file ({shorten(what)}); give a model in the "
             "Hugging Face layout instead"
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     return model, tokenizer
 
 
