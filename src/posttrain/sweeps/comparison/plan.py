@@ -35,10 +35,10 @@ from posttrain.sweeps.file import (
     SweepFile,
     SweepRow,
     choose_rows,
+    divide_overrides,
     error_at,
     read_needs,
     read_sweep,
-    divide_overrides,
 )
 
 StageName = Literal["tuning", "final"]
