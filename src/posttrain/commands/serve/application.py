@@ -6,10 +6,11 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -17,10 +18,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.commands.serve import requests
-from posttrain.commands.serve.access import error_body
 from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
-from posttrain.commands.serve.endpoints import BodyReader, build_application
+from posttrain.commands.serve.endpoints import build_application, error_body, parse_json
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
@@ -36,6 +36,7 @@ FORMS = {
     "completions": ("cmpl-", "text_completion", "text_completion"),
     "generate": ("generate-", "", ""),
 }
+Result = TypeVar("Result")
 
 
 class Api:
@@ -60,7 +61,7 @@ class Api:
         self._num_tokens = num_tokens_of(self.tokenizer)
         self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
         self.longest_token = _longest_token(self.tokenizer)
-        self._reader = BodyReader()
+        self._reader = ThreadPoolExecutor(1, "reader")  # single thread, since tokenizers switch marker parsing globally
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
@@ -85,9 +86,9 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", "prompt")
         if body.messages is None:
-            ids = await self._reader.run(self._encode, body.prompt, body.add_special_tokens)
+            ids = await self._in_reader(self._encode, body.prompt, body.add_special_tokens)
         else:
-            ids = await self._reader.run(self.conversations.encode, body.messages, body.schemas)
+            ids = await self._in_reader(self.conversations.encode, body.messages, body.schemas)
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
@@ -95,7 +96,7 @@ class Api:
         body = await self._read(request, requests.ChatRequest)
         tools = body.schemas
         self._refuse_endless(*_texts_of(body.messages))
-        prompt = await self._reader.run(self.conversations.encode, body.messages, tools)
+        prompt = await self._in_reader(self.conversations.encode, body.messages, tools)
         call_tag = ""
         if tools:
             call_tag = self.conversations.form.tag
@@ -130,7 +131,7 @@ class Api:
                 prompts.append(prompt)
             return prompts
 
-        job = self._job("completions", body, await self._reader.run(encode))
+        job = self._job("completions", body, await self._in_reader(encode))
         return await self._respond(request, job, body.stream)
 
     async def generate(self, request: Request) -> Response:
@@ -146,12 +147,16 @@ class Api:
             BadRequest: an invalid body, or a different model.
         """
         content = await read_content(request, MAX_BODY_BYTES)
-        parsed = await self._reader.parsed(content, lambda body: requests.read_request(kind, body))
+        parsed = await self._in_reader(lambda: requests.read_request(kind, parse_json(content)))
         name = getattr(parsed, "model", None)
         if name is not None and name not in self.names:
             problem = f"unknown model {name!r}; this server has {self.names[0]!r}"
             raise BadRequest(problem, "model", "model_not_found", 404)
         return parsed
+
+    async def _in_reader(self, work: Callable[..., Result], *about: object) -> Result:
+        """Run what may take long, while others are answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
     def _refuse_endless(self, *texts: str) -> None:
         """Reject texts that cannot fit into the context, without slow tokenization.

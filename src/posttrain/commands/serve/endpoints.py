@@ -1,12 +1,9 @@
-"""Parts shared by both server applications: routes with JSON errors, and parsing of JSON bodies."""
+"""HTTP endpoints of both servers: applications, JSON bodies and error responses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,18 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.access import error_response
 from posttrain.commands.serve.requests import BadRequest
-from posttrain.errors import PosttrainError
-
-Result = TypeVar("Result")
+from posttrain.errors import PosttrainError, UsageError
 
 
 def build_application(routes: Sequence[Route]) -> Starlette:
-    """Build an ASGI application that answers every error with JSON."""
-    known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
+    """Build an ASGI application that answers errors in OpenAI format; unknown paths list the routes."""
+    known = "; ".join(f"{min(route.methods or ['GET'])} {route.path}" for route in routes)
 
-    async def respond(request: Request, error: Exception) -> Response:
+    async def respond(_: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         if isinstance(error, HTTPException):
@@ -40,32 +34,38 @@ def build_application(routes: Sequence[Route]) -> Starlette:
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
 
 
-class BodyReader:
-    """Parses request bodies. Slow parsing runs in a single thread, while other requests are answered.
+def parse_json(content: bytes) -> object:
+    """Parse a body.
 
-    A single thread, since tokenizers switch marker parsing globally.
+    Raises:
+        BadRequest: not JSON.
     """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        problem = f"the body is not JSON: {type(error).__name__}: {error}"
+        raise BadRequest(problem, code="no_json") from None
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "reader")
 
-    async def run(self, work: Callable[..., Result], *about: object) -> Result:
-        """Run slow work in the reader's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *about)
+def error_body(error: PosttrainError) -> dict[str, object]:
+    """Build an error body in OpenAI format."""
+    kind = "server_error"
+    code = None
+    if isinstance(error, UsageError):
+        kind = "invalid_request_error"
+        code = "invalid_request"
+    param = getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": getattr(error, "code", code)}}
 
-    async def parsed(self, content: bytes, read: Callable[[object], Result]) -> Result:
-        """Parse a JSON body with ``read``.
 
-        Raises:
-            BadRequest: not JSON; see also ``read``.
-        """
-
-        def parse() -> Result:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return read(body)
-
-        return await self.run(parse)
+def error_response(error: PosttrainError) -> Response:
+    """Build an HTTP error response."""
+    status = 500
+    if isinstance(error, UsageError):
+        status = 400
+    status = getattr(error, "status", status)
+    content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
+    headers = {}
+    if status == 408:  # what still arrives of the body is not the next request
+        headers["Connection"] = "close"
+    return Response(content, status, headers, media_type="application/json")

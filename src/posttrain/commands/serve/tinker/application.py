@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.endpoints import BodyReader, build_application
+from posttrain.commands.serve.endpoints import build_application, parse_json
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.commands.serve.tinker import bodies
@@ -35,7 +36,7 @@ class TinkerApi:
     def __init__(self, service: Service, max_requests: int) -> None:
         self.service = service
         self.max_requests = max_requests
-        self._reader = BodyReader()
+        self._reader = ThreadPoolExecutor(1, "reader")  # reads what may take long, while others are answered
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
@@ -167,7 +168,7 @@ class TinkerApi:
             message = read_loss_request(content)
             return message.model_id, message.seq_id, self.service.evaluate(message)
 
-        owner, number, work = await self._reader.run(prepare)
+        owner, number, work = await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
         return self._promised(owner, number or None, mark, lambda: work)
 
     async def optim_step(self, request: Request) -> Response:
@@ -302,7 +303,11 @@ class TinkerApi:
             BadRequest: an invalid body.
         """
         content = await read_content(request, MAX_JSON_BYTES)
-        parsed = await self._reader.parsed(content, lambda body: bodies.read_body(kind, body))
+
+        def parse() -> bodies.BodyT:
+            return bodies.read_body(kind, parse_json(content))
+
+        parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
         return parsed, describe_body(content)
 
 
