@@ -350,6 +350,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cut vocabulary": ({"kind": "grpo", "rollout": {"top_k": 8}}, "rollout.top_k"),
     "from outside": ({"kind": "grpo", "objective": "small_runs:plain_reinforce"}, "small_runs:plain_reinforce"),
     "dropout": ({"kind": "sft", "model": {"adapter": {"rank": 2, "dropout": 0.1}}}, "dropout"),
+    "a reference that moves": (
+        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "reference": {"every": 1, "mixing": 0.6}},
+        "reference",
+    ),
     "noise": ({"kind": "sft", "train": {"neftune_noise_alpha": 5}}, "train.neftune_noise_alpha"),
     "replayed experts": (
         {"kind": "grpo", "model": {"init": EXPERTS}, "rollout": {"router_replay": True}},
