@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_369,
     "api": 20_802,
     "balances": 23_087,
-    "commands": 67_663,
+    "commands": 67_653,
     "conformance": 15_274,
     "data": 66_915,
     "evaluation": 31_211,
@@ -45,13 +45,13 @@ TOKENS: dict[str, int] = {
     "models": 44_081,
     "other_names": 5_676,
     "recipes": 14_218,
-    "reports": 17_612,
-    "runs": 46_327,
+    "reports": 17_620,
+    "runs": 46_440,
     "sampling": 62_113,
     "store": 20_823,
-    "sweeps": 26_357,
+    "sweeps": 26_358,
     "terminal": 4_377,
-    "training": 73_676,
+    "training": 73_671,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
