@@ -36,7 +36,7 @@ TOKENS: dict[str, int] = {
     "api": 20_802,
     "balances": 23_066,
     "commands": 69_174,
-    "conformance": 15_246,
+    "conformance": 15_247,
     "data": 66_915,
     "evaluation": 31_203,
     "graders": 40_359,
