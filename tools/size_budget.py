@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 20_833,
     "sweeps": 26_292,
     "terminal": 4_377,
-    "training": 73_733,
+    "training": 73_743,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
