@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_676,
     "recipes": 14_414,
     "reports": 17_620,
-    "runs": 46_711,
+    "runs": 46_773,
     "sampling": 62_058,
     "store": 20_833,
     "sweeps": 26_292,
     "terminal": 4_377,
-    "training": 73_671,
+    "training": 73_743,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
