@@ -65,7 +65,9 @@ class LossTrial:
 
     def uneven(self) -> Fields:
         """Four units, the first two short."""
-        return made_batch([1, 2, 2, 1, 7, 5, 6, 8][: 4 * self.each] if self.each == 2 else [1, 2, 7, 5])
+        if self.each == 2:
+            return made_batch([1, 2, 2, 1, 7, 5, 6, 8])
+        return made_batch([1, 2, 7, 5])
 
     def units(self, *numbers: int) -> list[int]:
         """Row indices of some units."""
@@ -79,27 +81,31 @@ class LossTrial:
 
 def same(found: LossResult, expected: LossResult) -> tuple[bool, float]:
     """Check if value and gradient agree up to rounding, and compute the largest gap."""
-    gap = max(
-        largest_gap(found.value.reshape(1), expected.value.reshape(1)), largest_gap(found.gradient, expected.gradient)
-    )
+    of_value = largest_gap(found.value.reshape(1), expected.value.reshape(1))
+    gap = max(of_value, largest_gap(found.gradient, expected.gradient))
     return gap <= limit_for(found.value), gap
 
 
 def judged(found: LossResult, expected: LossResult, wrong: str) -> CheckResult:
     """Build ``ok``, or ``fails`` with a note."""
     is_same, gap = same(found, expected)
-    return ("ok", gap, "") if is_same else failure(gap, wrong)
+    if is_same:
+        return "ok", gap, ""
+    return failure(gap, wrong)
 
 
 def failure(gap: float, wrong: str) -> CheckResult:
     """Build ``fails`` with a note; float32-sized gaps count as a convention."""
-    return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
+    if gap <= MIXED_LIMIT:
+        return "convention", gap, MIXED
+    return "fails", gap, wrong
 
 
 def _check_value(trial: LossTrial) -> CheckResult:
     """Value on equal-length rows."""
     batch = trial.even()
-    found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
+    found = trial.run(batch).value
+    expected = run_reference(batch, trial.config).value
     gap = largest_gap(found.reshape(1), expected.reshape(1))
     if gap <= limit_for(found):
         return in_precision(("ok", gap, ""), found)
@@ -109,7 +115,8 @@ def _check_value(trial: LossTrial) -> CheckResult:
 def _check_gradient(trial: LossTrial) -> CheckResult:
     """Its gradient, the part that trains."""
     batch = trial.even()
-    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    found = trial.run(batch)
+    expected = run_reference(batch, trial.config)
     gap = largest_gap(found.gradient, expected.gradient)
     if gap <= limit_for(found.value):
         return "ok", gap, ""
@@ -117,7 +124,8 @@ def _check_gradient(trial: LossTrial) -> CheckResult:
 
 
 def _explain_gradient(found: LossResult, expected: LossResult) -> str:
-    size, wanted = float(found.gradient.norm()), float(expected.gradient.norm())
+    size = float(found.gradient.norm())
+    wanted = float(expected.gradient.norm())
     if size == 0.0:
         return "no gradient reaches the log-probabilities"
     for name, one in expected.gradients.items():
@@ -129,7 +137,8 @@ def _explain_gradient(found: LossResult, expected: LossResult) -> str:
 def _check_direction(trial: LossTrial) -> CheckResult:
     """A gradient step improves the objective."""
     batch = trial.even()
-    found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
+    found = trial.run(batch).gradients
+    expected = run_reference(batch, trial.config).gradients
     for name, one in expected.items():
         product = float((found[name] * one).sum())
         if bool((one != 0).any()) and not product > 0.0:
@@ -157,7 +166,8 @@ def _check_zero_advantages(trial: LossTrial) -> CheckResult:
 def _check_lengths(trial: LossTrial) -> CheckResult:
     """Unequal lengths: the loss's denominator."""
     batch = trial.uneven()
-    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    found = trial.run(batch)
+    expected = run_reference(batch, trial.config)
     is_same, gap = same(found, expected)
     if is_same:
         return "ok", gap, ""
@@ -205,14 +215,19 @@ def _mean_of_means(trial: LossTrial, batch: FieldTensors, split: MicroBatches) -
             spread[name] = torch.zeros_like(batch[name])
             spread[name][list(rows)] = one
         part = LossResult(own.value / len(split), {name: one / len(split) for name, one in spread.items()})
-        total = part if total is None else total + part
+        if total is None:
+            total = part
+        else:
+            total = total + part
     assert total is not None, "a split has micro-batches"
     return total
 
 
 def _ratio(found: LossResult, whole: LossResult) -> str:
-    size, wanted = float(found.gradient.norm()), float(whole.gradient.norm())
-    return "many" if wanted == 0.0 else f"{size / wanted:.3g}"
+    wanted = float(whole.gradient.norm())
+    if wanted == 0.0:
+        return "many"
+    return f"{float(found.gradient.norm()) / wanted:.3g}"
 
 
 def _check_equal_split(trial: LossTrial) -> CheckResult:
@@ -326,7 +341,9 @@ def _check_options(trial: LossTrial) -> CheckResult:
     largest = 0.0
     for name in acting_options(trial.config):
         value = getattr(trial.config, name)
-        changed = int(value * 2) if isinstance(value, int) else value * OPTION_FACTOR
+        changed = value * OPTION_FACTOR
+        if isinstance(value, int):
+            changed = value * 2
         option: dict[str, Any] = {name: changed}
         found = trial.run(batch, **option)
         expected = run_reference(batch, replace(trial.config, **option))

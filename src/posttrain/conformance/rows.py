@@ -59,7 +59,9 @@ def _wrong_row(trial: RowsTrial, answers: Sequence[Sequence[int]], pad: int, end
 
 
 def _judged(wrong: str) -> CheckResult:
-    return ("fails", None, wrong) if wrong else ("ok", None, "")
+    if wrong:
+        return "fails", None, wrong
+    return "ok", None, ""
 
 
 def _check_trained_tokens(trial: RowsTrial) -> CheckResult:
@@ -72,7 +74,7 @@ def _check_prompt(trial: RowsTrial) -> CheckResult:
     tokens, mask = trial.run(PROMPTS, ANSWERS)
     for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         places = mask[number].nonzero().flatten().tolist()
-        first = places[0] if places else tokens.shape[1]
+        first = min(places, default=tokens.shape[1])
         before = tokens[number, :first].tolist()[-len(prompt) :]
         if before != prompt:
             return "fails", None, f"row {number} has {before} before its answer {answer}, and the prompt is {prompt}"
@@ -130,13 +132,17 @@ def _check_single_row(trial: RowsTrial) -> CheckResult:
     """One row by itself."""
     tokens, mask = trial.run(PROMPTS[:1], ANSWERS[:1])
     trained = tokens[0][mask[0]].tolist()
-    return _judged("" if trained == ANSWERS[0] else f"it trains {trained}, and the answer is {ANSWERS[0]}")
+    if trained != ANSWERS[0]:
+        return "fails", None, f"it trains {trained}, and the answer is {ANSWERS[0]}"
+    return "ok", None, ""
 
 
 def _check_first_token(trial: RowsTrial) -> CheckResult:
     """A row's first token cannot be predicted, so it is never trained."""
     mask = trial.run(PROMPTS, ANSWERS)[1]
-    return _judged("a row's first token is trained" if bool(mask[:, 0].any()) else "")
+    if bool(mask[:, 0].any()):
+        return "fails", None, "a row's first token is trained"
+    return "ok", None, ""
 
 
 CHECKS: dict[str, Callable[[RowsTrial], CheckResult]] = {

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.conformance.advantages import check_advantages
-from posttrain.conformance.findings import Finding, worst
+from posttrain.conformance.findings import Finding, in_one_line, worst
 from posttrain.conformance.losses import check_losses
 from posttrain.conformance.rows import check_rows
 from posttrain.conformance.scores import check_scores
@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Finding]]]] = {
     "score": ("logits, tokens, temperature", check_scores),
     "rows": ("prompts, answers, pad, end", check_rows),
 }
-LONGEST_REASON = 300
 HEADER = ("function", "case", "checks", "largest gap", "at", "result")
 MOST_CASES = 4  # max cases named per line
 NUMBERS = (2, 3)  # right-aligned table columns
@@ -75,7 +74,8 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
         UsageError: the module cannot be imported, or defines none of the functions.
     """
     if isinstance(module, Mapping):
-        name, functions = "functions", dict(module)
+        name = "functions"
+        functions = dict(module)
     else:
         if isinstance(module, str | os.PathLike):
             name = str(module)
@@ -110,10 +110,12 @@ def load_module(name: str) -> ModuleType:
     if name in SHIPPED:
         name = f"{ADAPTERS}.{name}"
     try:
-        return call("module", _import_file if name.endswith(".py") else _import_name, name)
+        if name.endswith(".py"):
+            return call("module", _import_file, name)
+        return call("module", _import_name, name)
     except RunFailure as failure:
         cause = failure.__cause__
-        reason = " ".join(harmless(f"{type(cause).__name__}: {cause}").split())[:LONGEST_REASON]
+        reason = in_one_line(f"{type(cause).__name__}: {cause}")
         raise UsageError(
             f"{name}: it cannot be imported ({reason}). Give a module, a Python file, or {' or '.join(SHIPPED)}"
         ) from cause
@@ -181,11 +183,11 @@ def _exceptions(findings: Sequence[Finding]) -> list[str]:
         if places:
             lines += ["", heading]
         for (function, check, note), cases in places.items():
-            shown = "; ".join(cases[:MOST_CASES])
+            named = "; ".join(cases[:MOST_CASES])
             more = len(cases) - MOST_CASES
             if more > 0:
-                shown += f"; and {more} more"
-            lines.append(f"  {function} {check}: {note} [{shown}]")
+                named += f"; and {more} more"
+            lines.append(f"  {function} {check}: {note} [{named}]")
     return lines
 
 

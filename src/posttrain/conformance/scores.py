@@ -31,7 +31,7 @@ class Scores:
     """``[B, T − 1]``: log-probabilities from token 2 on, and distribution entropies if available."""
 
     logprobs: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ class ScoreTrial:
     def run(self, logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Scores:
         """Call the function under test, dropping a column for the first token if present."""
         returned = call_safely(self.function, logits, tokens, temperature)
-        parts = returned if isinstance(returned, tuple) else (returned,)
+        parts = (returned,)
+        if isinstance(returned, tuple):
+            parts = returned
         if len(parts) not in (1, 2):
             raise BadResult(f"returned {len(parts)} things. Return log-probabilities, or these and the entropy")
         rows, width = tokens.shape
@@ -51,9 +53,11 @@ class ScoreTrial:
         for one in parts:
             has_first = isinstance(one, Tensor) and one.ndim == 2 and one.shape[1] == width
             wanted = f"log-probabilities of shape ({rows}, {width}), or ({rows}, {width - 1}) without the first token"
-            checked = check_tensor(one, (rows, width if has_first else width - 1), wanted)
-            found.append(checked[:, 1:] if has_first else checked)
-        return Scores(found[0], found[1] if len(found) == 2 else None)
+            if has_first:
+                found.append(check_tensor(one, (rows, width), wanted)[:, 1:])
+            else:
+                found.append(check_tensor(one, (rows, width - 1), wanted))
+        return Scores(*found)
 
 
 def made_logits(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
@@ -73,7 +77,9 @@ def reference_scores(logits: Tensor, tokens: Tensor, temperature: float) -> Scor
 
 def _judged(found: Tensor, expected: Tensor, wrong: str) -> CheckResult:
     gap = largest_gap(found, expected)
-    return ("ok", gap, "") if gap <= limit_for(found) else ("fails", gap, wrong)
+    if gap <= limit_for(found):
+        return "ok", gap, ""
+    return "fails", gap, wrong
 
 
 def _check_value(trial: ScoreTrial) -> CheckResult:

@@ -29,6 +29,7 @@ from posttrain.sweeps.file import (
     SweepFile,
     SweepRow,
     choose_rows,
+    divide_overrides,
     error_at,
     label_of,
     read_needs,
@@ -221,8 +222,7 @@ def load_sweep(
         keys.append(over[0])
     if "train.seed" in keys:
         raise UsageError("--train.seed: set per trial; use --seeds to choose the number of seeds")
-    own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
-    common = [override for override in overrides if override not in own]
+    own, common = divide_overrides(overrides)
     content, document = read_sweep(name_or_path, own, over)
     needs = read_needs(document, content)
     reader = RowReader(document, content, common, {key for key, _ in own})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -205,10 +206,14 @@ def test_gguf_that_cannot_be_read_is_refused_by_name(home: Path, file: Path) -> 
     cut.write_bytes(content[:2000])
     many = home / "many.gguf"
     many.write_bytes(content[:8] + b"\xff" * 16 + content[24:])
+    entries = home / "entries.gguf"
+    entries.write_bytes(content[:16] + struct.pack("<Q", 5_000_000) + content[24:])
     old = home / "old.gguf"
     old.write_bytes(content[:4] + b"\x01" + content[5:])
     text = home / "text.gguf"
     text.write_text("no model")
+    with refuses(UsageError, "entries.gguf", "5,000,000"):  # the number that is refused, not that of tensors
+        resolve_model_name(str(entries))
     for path in (unknown, cut, many, old, text):
         with pytest.raises(UsageError, match=path.name) as caught:
             resolve_model_name(str(path))

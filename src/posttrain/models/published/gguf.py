@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
 import struct
 import sys
 from contextlib import redirect_stderr
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +16,12 @@ from posttrain.models.published.catalog import MAGIC
 from posttrain.models.published.gguf_contents import check_contents, check_loaded, check_number_of_weights
 from posttrain.models.published.model_cache import is_cached, making, place_of
 from posttrain.option_types import shorten
+from posttrain.store.checkpoint_files import digest_of
 from posttrain.store.durable import storage_errors
 
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1_000_000  # plausible maximum for tensors and metadata entries
 FREE_SHARE = 8  # 4-bit data expands eightfold in fp32
-_READ_BYTES = 1 << 20
-
-
-def digest_of(path: Path) -> str:
-    """Compute a file's SHA-256, caching unchanged files."""
-    state = path.stat()
-    return _digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
-
-
-@lru_cache(maxsize=8)
-def _digest_of(path: Path, inode: int, size: int, time: int) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def dequantized(path: Path) -> Path:
@@ -74,7 +57,9 @@ def check_header(path: Path) -> None:
     if version not in VERSIONS:
         raise UsageError(f"model.name: {path} is a GGUF file of version {version}; versions 2 and 3 are read")
     if max(num_tensors, num_entries) > MAX_ENTRIES:
-        raise UsageError(f"model.name: {path} is damaged: its header counts {num_tensors:,} tensors")
+        raise UsageError(
+            f"model.name: {path} is damaged: its header counts {num_tensors:,} tensors and {num_entries:,} entries"
+        )
 
 
 def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> None:
@@ -111,7 +96,7 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         raise UsageError("a GGUF file needs the package gguf; install it with: pip install gguf") from None
     try:
         options = {"pretrained_model_name_or_path": str(path.parent.resolve()), "gguf_file": path.name}
-        with redirect_stderr(io.StringIO()):  # bars of progress
+        with redirect_stderr(io.StringIO()):  # progress bars
             check_contents(path)
             config = AutoConfig.from_pretrained(**options)
             check_number_of_weights(path, config)
@@ -128,7 +113,7 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         model.generation_config = read.generation_config
     except PosttrainError:
         raise
-    except Exception as error:  # of a damaged file the reader raises anything
+    except Exception as error:  # the reader raises anything for a damaged file
         what = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(
             f"model.name: {path}: transformers cannot read this GGUF file ({shorten(what)}); give a model in the "
