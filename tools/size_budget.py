@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_369,
     "api": 20_802,
     "balances": 23_066,
-    "commands": 69_200,
+    "commands": 69_209,
     "conformance": 15_247,
     "data": 66_915,
     "evaluation": 31_203,
@@ -51,7 +51,7 @@ TOKENS: dict[str, int] = {
     "store": 20_833,
     "sweeps": 26_292,
     "terminal": 4_377,
-    "training": 73_740,
+    "training": 73_743,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
