@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_369,
     "api": 20_802,
     "balances": 23_066,
-    "commands": 69_183,
+    "commands": 69_209,
     "conformance": 15_247,
     "data": 66_915,
     "evaluation": 31_203,
