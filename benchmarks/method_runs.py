@@ -4,9 +4,10 @@
     python benchmarks/method_runs.py rl/gspo rl/grpo       # some of them
 
 A page of docs/reference/methods shows the curve, the command and the metrics of exactly one of these runs
-(`tools/write_methods.py`). A run is recorded with a hash of its recipe: what is recorded already is not trained again,
-and a recipe that changed is. Runs are made one after the other, 15 to 60 CPU-seconds each. `CONTRASTS` are further
-runs, whose curve is drawn next to that of the recipe. Results go to benchmarks/results/method_runs.json.
+(`tools/write_methods.py`). A run is recorded with a hash of its recipe. It is trained again if the recipe changed, or
+if its description names a metric that was not recorded. Runs are made one after the other, 15 to 60 CPU-seconds each.
+`CONTRASTS` are further runs, whose curve is drawn next to that of the recipe. A recipe with a teacher in `runs/` has
+that recipe trained first. Results go to benchmarks/results/method_runs.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ RESULTS = Path(__file__).parent / "results" / "method_runs.json"
 FAMILIES = ("rl", "preference", "distillation")
 DIGITS = 5  # significant, of a recorded number
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")
-ALWAYS = ("reward", "clip_fraction")  # recorded of every run that has them
+# Recorded of every run that has them.
+ALWAYS = ("reward", "clip_fraction", "completion_length", "margin", "chosen_reward", "rejected_reward")
 
 
 @dataclass(frozen=True)
@@ -96,46 +98,97 @@ def record(variant: Variant, folder: Path, shorter: Mapping[str, object]) -> dic
     """Train a run below ``folder`` and return what is kept of it; ``shorter``: keys for a test.
 
     Raises:
-        SystemExit: the run was stopped.
+        SystemExit: the run was stopped, or a metric that its description names was never logged.
     """
     from training import kind_of_cpu  # takes torch, which the pages do without
 
+    keys: dict[str, object] = {key.replace(".", "__"): float(value) for key, value in variant.overrides}
+    recipe = load_recipe(variant.recipe)
+    teacher = recipe_of_teacher(recipe)
+    if teacher is not None:
+        keys["teacher__name"] = str(trained_teacher(teacher, folder, shorter))
     started = time.process_time()
     name = variant.key.replace("/", "-").replace(" ", "-")
-    keys: dict[str, object] = {key.replace(".", "__"): float(value) for key, value in variant.overrides}
     run = posttrain.train(variant.recipe, runs_dir=folder, run=name, progress=False, **keys, **shorter)
-    rows = run.metrics
     steps = run.recipe["train"]["steps"]
-    if rows[-1]["step"] != steps:
-        raise SystemExit(f"{variant.key}: the run was stopped after step {rows[-1]['step']:g} of {steps}")
+    if run.metrics[-1]["step"] != steps:
+        last = run.metrics[-1]["step"]
+        raise SystemExit(f"{variant.key}: the run was stopped after step {last:g} of {steps}")
     curve = [
         {"step": int(point["step"])} | {part: _rounded(point[part]) for part in ACCURACY} for point in run.evaluations
     ]
-    wanted = [*watched_metrics(load_recipe(variant.recipe).description), *ALWAYS]
-    watched = {
-        name: [[int(row["step"]), _rounded(row[name])] for row in rows if name in row] for name in dict.fromkeys(wanted)
-    }
+    watched = watched_metrics(recipe.description)
+    metrics = {name: series_of(name, run.metrics, run.evaluations) for name in (*watched, *ALWAYS)}
+    missing = [name for name in watched if not metrics[name]]
+    if missing:
+        raise SystemExit(f"{variant.key}: its description says to watch {', '.join(missing)}, which it never logged")
     return {
         "command": variant.command,
         "recipe": variant.fingerprint(),
         "seed": 0,
         "questions": int(run.evaluations[0]["n"]),
         "curve": curve,
-        "metrics": {name: series for name, series in watched.items() if series},
+        "metrics": {name: series for name, series in metrics.items() if series},
         "cpu_seconds": round(time.process_time() - started, 1),
         "processor": kind_of_cpu(),
         "version": posttrain.__version__,
     }
 
 
+def series_of(
+    name: str, rows: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, float]]
+) -> list[list[float]]:
+    """Return ``[step, value]`` of a metric: of updates if it changes there, otherwise of evaluations.
+
+    Answers that are sampled once, before training, have the same value at every update.
+    """
+    found = []
+    for source in (rows, evaluations):
+        series = [[int(row["step"]), _rounded(row[name])] for row in source if name in row]
+        if len({value for _, value in series}) > 1:
+            return series
+        found.append(series)
+    return found[0] or found[1]
+
+
+def recipe_of_teacher(recipe: Recipe) -> str | None:
+    """Return the packaged recipe that trains a recipe's teacher (``runs/tiny-grpo``); None if it needs none."""
+    if recipe.teacher is None or not recipe.teacher.name.startswith("runs/"):
+        return None
+    run = recipe.teacher.name.removeprefix("runs/")
+    (name,) = (name for name in recipe_names() if name.replace("/", "-") == run)
+    return name
+
+
+def trained_teacher(name: str, folder: Path, shorter: Mapping[str, object]) -> Path:
+    """Return the run of a teacher's recipe below ``folder``, which is trained if it is not there."""
+    run = name.replace("/", "-")
+    if not (folder / run).is_dir():
+        posttrain.train(name, runs_dir=folder, run=run, progress=False, **shorter)
+    return folder / run
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
+
+
+def as_text(recorded: Mapping[str, Any]) -> str:
+    """Return JSON with the points of a series in one line."""
+    text = json.dumps(recorded, indent=1, sort_keys=True)
+    return re.sub(r"\[\s*\[.*?\]\s*\]", lambda series: "".join(series[0].split()), text, flags=re.DOTALL) + "\n"
+
+
+def is_recorded(variant: Variant, run: Mapping[str, Any] | None) -> bool:
+    """Check if a recorded run is of the recipe as it is, with the metrics that its description names."""
+    if run is None or run["recipe"] != variant.fingerprint():
+        return False
+    return set(watched_metrics(load_recipe(variant.recipe).description)) <= run["metrics"].keys()
 
 
 def record_missing(
     wanted: Sequence[Variant], results: Path, *, shorter: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Train those runs that ``results`` does not hold for the recipe as it is; return their keys.
+    """Train those runs that ``results`` does not have for the recipe as it is; return their keys.
 
     The file is written after each run.
     """
@@ -143,16 +196,18 @@ def record_missing(
     if results.is_file():
         recorded = json.loads(results.read_text(encoding="utf-8"))
     made = []
-    for variant in wanted:
-        if recorded.get(variant.key, {}).get("recipe") == variant.fingerprint():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in wanted:
+            if is_recorded(variant, recorded.get(variant.key)):
+                continue
             recorded[variant.key] = record(variant, Path(folder), shorter or {})
-        made.append(variant.key)
-        results.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        last = recorded[variant.key]["curve"][-1]
-        seconds = recorded[variant.key]["cpu_seconds"]
-        print(f"{variant.key}: {last['accuracy']:.1%} after {last['step']} steps, {seconds} CPU-seconds", flush=True)
+            made.append(variant.key)
+            results.write_text(as_text(recorded), encoding="utf-8")
+            last = recorded[variant.key]["curve"][-1]
+            seconds = recorded[variant.key]["cpu_seconds"]
+            print(
+                f"{variant.key}: {last['accuracy']:.1%} after {last['step']} steps, {seconds} CPU-seconds", flush=True
+            )
     return made
 
 

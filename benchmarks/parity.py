@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -47,6 +48,7 @@ from parity_trl import (
 )
 from torch import Tensor
 
+from posttrain.algorithms.masks import shift_by_rank
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.registry import find
 from posttrain.types import Batch, Outputs
@@ -58,8 +60,9 @@ RESULTS = Path(__file__).parent / "results" / "parity.json"
 class Case:
     """One of our words with options, and the call of TRL that it is held against.
 
-    ``differs``: why it does, if it does. ``gradient_only``: the loss's value means nothing. ``on_policy``: the
-    behaviour policy is the current one. ``candidates``: how many of the student's likeliest tokens are compared.
+    ``masks``: those of the recipe, as (name, options). ``differs``: why it does, if it does. ``gradient_only``: the
+    loss's value means nothing. ``on_policy``: the behaviour policy is the current one. ``candidates``: how many of the
+    student's likeliest tokens are compared.
     """
 
     word: str
@@ -75,6 +78,7 @@ class Case:
     candidates: int = VOCAB
     tolerance: float = 1e-10
     differs: str = ""
+    masks: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 def our_inputs(case: Case, draw: Draw, rows_per_unit: int) -> tuple[Outputs, Batch]:
@@ -94,10 +98,36 @@ def our_inputs(case: Case, draw: Draw, rows_per_unit: int) -> tuple[Outputs, Bat
         "kl_baseline": mismatched.mean().clamp(min=0).expand(len(zeros)),
         "teacher_logprobs": teacher[..., MAIN],
         "teacher_candidate_logprobs": teacher.gather(2, likeliest),
+        "transport_shift": transport_shift(logprobs.detach(), draw),
     }
     none = torch.zeros(len(zeros), dtype=torch.long)
     batch = Batch(zeros.long(), draw.real.sum(dim=1), draw.mask, none, none, fields, rows_per_unit=rows_per_unit)
     return Outputs(logprobs, draw.entropy, draw.scores, student.gather(2, likeliest)), batch
+
+
+def transport_shift(logprobs: Tensor, draw: Draw) -> Tensor:
+    """The field of ``aot``, ``[B]``, as the trainer fills it before an update."""
+    zeros = torch.zeros_like(logprobs)
+    policy, reference = (torch.where(draw.mask, x, zeros).sum(dim=1) for x in (logprobs, draw.ref_logprobs))
+    shift = shift_by_rank(policy[0::2] - policy[1::2], reference[0::2] - reference[1::2])
+    return shift.repeat_interleave(2)
+
+
+def unmasked(case: Case, outputs: Outputs, batch: Batch) -> Tensor:
+    """Tokens ``[B, T]`` that keep the policy's term under the masks of a case; the sampler is the old policy."""
+    assert outputs.entropy is not None
+    fields = {
+        "policy_logprobs": outputs.logprobs.detach(),
+        "policy_entropy": outputs.entropy.detach(),
+        "sampler_logprobs": batch.field("old_logprobs"),
+        "advantages": batch.field("advantages"),
+        "mask": batch.mask,
+    }
+    kept = torch.ones_like(batch.mask)
+    for name, options in case.masks:
+        mask = find("mask", name).bind(options)
+        kept &= mask(**{field: fields[field] for field in inspect.signature(mask).parameters if field in fields})
+    return kept
 
 
 def our_loss(case: Case, draw: Draw) -> Tensor:
@@ -115,6 +145,8 @@ def our_loss(case: Case, draw: Draw) -> Tensor:
     weights = find("aggregation", name).bind(options)(
         batch.mask if entry.traits["level"] == "token" else batch.unit_mask
     )
+    if case.masks:
+        values = values * unmasked(case, outputs, batch)
     return (torch.where(weights > 0, values, torch.zeros_like(values)) * weights).sum()
 
 
@@ -145,6 +177,8 @@ def paired_cases() -> Iterator[Case]:
     yield dpo("dpo", {"beta": 0.5}, {"sigmoid": 1.0})
     yield dpo("dpo", {"beta": 0.5, "label_smoothing": 0.1}, {"sigmoid": 1.0}, 0.1, differs=ignored)
     yield dpo("dpo", {"beta": 0.5, "label_smoothing": 0.1}, {"aot": 1.0}, 0.1, one_by_one=True)
+    yield dpo("aot", {"beta": 0.5}, {"aot": 1.0})
+    yield dpo("aot", {"beta": 0.5, "label_smoothing": 0.1}, {"aot": 1.0}, 0.1)
     yield dpo("dpo", {"beta": 2.0, "length_normalized": True}, {"sigmoid_norm": 1.0})
     yield dpo("robust_dpo", {"beta": 0.5, "flip_rate": 0.1}, {"robust": 1.0}, 0.1)
     yield dpo("ipo", {"beta": 0.5}, {"ipo": 1.0}, differs=summed)
@@ -220,10 +254,12 @@ def policy_cases() -> Iterator[Case]:
         """``settings`` as in TRL's configuration, ``loss_type`` first."""
         kind, differs = more.pop("kind", "GRPOTrainer"), more.pop("differs", "")
         gradient_only = more.pop("gradient_only", False)
+        masks = more.pop("masks", ())
         theirs = PolicyTrainer(settings.split(",")[0], kind=kind, **more)
         baseline = kind if settings.startswith("default") else f"{kind} {theirs.loss_type}"
         shown = ", ".join(f"{name} {value}" for name, value in more.items()) or "defaults"
-        return Case(word, options, aggregate, baseline, shown, theirs, gradient_only=gradient_only, differs=differs)
+        kept: dict[str, Any] = {"gradient_only": gradient_only, "differs": differs, "masks": masks}
+        return Case(word, options, aggregate, baseline, shown, theirs, **kept)
 
     fixed = ("constant", {"length": 32})
     loose = {"clip_high": 0.28}
@@ -248,6 +284,10 @@ def policy_cases() -> Iterator[Case]:
         beta=0.3,
         use_bias_correction_kl=True,
     )
+    uncertain = (("top_entropy", {"share": 0.2}),)
+    yield grpo("grpo", {}, TOKENS, "dapo", masks=uncertain, top_entropy_quantile=0.2)
+    unlikely = (("off_policy_sequence", {"threshold": 0.05}),)
+    yield grpo("grpo", {}, SEQUENCES, "grpo", masks=unlikely, off_policy_mask_threshold=0.05)
     narrow = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
     yield grpo("gspo", {}, SEQUENCES, "grpo", **narrow)
     yield grpo("gspo", {"kl_coef": 0.3}, SEQUENCES, "grpo", beta=0.3, **narrow)
@@ -290,6 +330,7 @@ def compare(case: Case, seeds: int) -> dict[str, Any]:
         "word": case.word,
         "options": case.options,
         "aggregate": {"name": case.aggregate[0], **case.aggregate[1]},
+        "masks": [{"name": name, **options} for name, options in case.masks],
         "peer": case.baseline,
         "settings": case.settings,
         "values": None if case.gradient_only else by_value,
@@ -305,6 +346,7 @@ def print_row(row: dict[str, Any]) -> None:
     options = ", ".join(f"{name} {value}" for name, value in row["options"].items())
     aggregate = " ".join(str(value) for value in row["aggregate"].values())
     ours = row["word"] + (f" ({options})" if options else "") + ("" if aggregate == "unit_mean" else f", {aggregate}")
+    ours += "".join(f", mask {mask['name']}" for mask in row["masks"])
     values = "-" if row["values"] is None else f"{row['values']:.1e}"
     print(f"{ours:<70}{values:>9}{row['gradients']:>11.1e}  {row['verdict'][:7]}")
     print(f"    {row['peer']}: {row['settings']}")

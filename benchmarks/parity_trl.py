@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,8 @@ def make_draw(seed: int, prompt_tokens: int) -> Draw:
         "mismatched_ref": mismatched + 0.5 * normal(rows, width),
         "teacher_logits": normal(rows, width, VOCAB),
     }
-    leaves = {"logprobs": logprobs, "entropy": normal(rows, width).abs(), "scores": normal(rows, width)}
+    entropy = normal(rows, width).abs().float().double()  # TRL takes their quantile in float32
+    leaves = {"logprobs": logprobs, "entropy": entropy, "scores": normal(rows, width)}
     leaves["logits"] = normal(rows, width, VOCAB)
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
     return Draw(mask=real & (at >= prompt_tokens), real=real, **drawn, **leaves)
@@ -118,6 +120,7 @@ def fake_trainer(**settings: Any) -> SimpleNamespace:
         num_processes=1,
         gather=same,
         gather_for_metrics=same,
+        pad_across_processes=same,
         reduce=same,
         unwrap_model=same,
         autocast=nullcontext,
@@ -222,6 +225,8 @@ class PolicyTrainer:
     delta: float | None = None
     use_bias_correction_kl: bool = False
     importance_sampling_level: str = "token"
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
     max_completion_length: int = 32
     kind: str = "GRPOTrainer"
 
@@ -235,11 +240,12 @@ class PolicyTrainer:
         scored = torch.where(draw.mask, draw.logprobs, torch.zeros_like(draw.logprobs))[:, first:]
         options = SimpleNamespace(delta=self.delta, use_bias_correction_kl=self.use_bias_correction_kl)
         options.sapo_temperature_pos, options.sapo_temperature_neg = 1.0, 1.05
+        entropy_mask = partial(trl.GRPOTrainer.get_high_entropy_mask, fake_trainer())
         trainer = fake_trainer(
             **vars(self),
             args=options,
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
+            get_high_entropy_mask=entropy_mask,
+            get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
             use_vllm=False,
             use_adaptive_entropy=False,
             _entropy_bonus_enabled=self.entropy_coef != 0.0,

@@ -189,6 +189,11 @@ def test_parity_computes_our_side_of_every_row_without_the_other_library(load: A
         assert loss.dtype == torch.float64
     stored = json.loads((FOLDER / "results" / "parity.json").read_text())["rows"]
     assert [(row["word"], row["options"]) for row in stored] == [(case.word, case.options) for case in cases]
+    equal = sum(row["verdict"] == "equal" for row in stored)
+    docs = FOLDER.parent / "docs"
+    assert f"in {equal} of {len(stored)} comparisons" in (docs / "coming-from" / "trl.md").read_text()
+    said = f"{len(stored)} rows, {equal} equal, {len(stored) - equal} other conventions"
+    assert said in (docs / "explanation" / "exactness.md").read_text()
 
 
 def write_pairs(folder: Path) -> None:

@@ -37,6 +37,7 @@ def equations() -> ModuleType:
         ("r_i − mean of the other rewards", "r_{i} - \\text{ mean of the other rewards}\\"),
         ("z₀ − r", r"z_0 - r"),
         ("D < 1e-4", r"D < 10^{-4}"),
+        ("π_r ← α π + (1 − α) π_r", r"\pi_{r} \leftarrow \alpha \pi + (1 - \alpha) \pi_{r}"),
         ("D < 2.5e-6", r"D < 2.5 \cdot 10^{-6}"),
     ],
 )
@@ -64,3 +65,20 @@ def test_method_pages_have_an_equation_and_a_link_to_the_paper() -> None:
         text = page.read_text(encoding="utf-8")
         assert re.search(r"\$[^$]+\$", text), page.name
         assert re.search(r"\]\(https://", text), page.name
+
+
+@pytest.mark.parametrize(
+    ("page", "parts"),
+    [
+        ("grpo-top-entropy", ["## Mask: top_entropy", r"$1 - \rho$ quantile"]),
+        ("grpo-off-policy-mask", ["## Mask: off_policy_sequence", "all wrong answers are masked"]),
+        ("grpo-moving-reference", ["## Moving reference", r"\leftarrow \alpha \pi", "arXiv 2404.09656"]),
+        ("tr-dpo", ["## Moving reference", "[methods](index.md#preferences)"]),
+        ("reverse-kl", ["posttrain train tiny/grpo\nposttrain train distillation/reverse-kl"]),
+        ("sdft", ["## Teacher", "arXiv 2601.19897"]),
+        ("index", [r"$\Delta = z_w - z_l$"]),
+    ],
+)
+def test_method_page_shows_all_that_makes_the_method(page: str, parts: list[str]) -> None:
+    text = (METHODS / f"{page}.md").read_text(encoding="utf-8")
+    assert [part for part in parts if part not in text] == []

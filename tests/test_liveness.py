@@ -259,6 +259,8 @@ def lively(recipe: Recipe, kind: str, place: Place) -> Recipe:
     again["eval"] |= {"every": 0}
     if again["optimizer"]["name"] == "adamw":  # so that a gradient of rounding moves nothing
         again["optimizer"]["eps"] = 1e-5
+    if small.reference is not None:  # it moves within these few updates
+        again["reference"] |= {"every": min(small.reference.every, 2)}
     if small.rollout is not None:
         again["rollout"] |= {"group_size": max(2, min(small.rollout.group_size, 16) // 2), "max_tokens": 8}
     return validate_recipe(again).resolve()

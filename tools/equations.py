@@ -34,6 +34,7 @@ _SIGNS = {
     "≥": r"\ge",
     "≠": r"\ne",
     "→": r"\to",
+    "←": r"\leftarrow",
     "∇": r"\nabla",
     "√": r"\sqrt",
     "⌊": r"\lfloor",

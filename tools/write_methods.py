@@ -33,9 +33,14 @@ FAMILIES = {
     "rl": "Policy gradients",
     "preference": "Preferences",
     "distillation": "Distillation",
-    "tiny": "Supervised learning and reward models",
+    "tiny": "Demonstrations and reward models",
 }
-TINY = ("tiny/sft", "tiny/dft", "tiny/pretrain", "tiny/rm", "tiny/orm", "tiny/prm")
+NOTATION = {  # of equations, by family
+    "preference": r"""$y_w$ is the chosen and $y_l$ the rejected answer. $\log \pi(y)$ is the sum of the
+log-probabilities of an answer's tokens, $z = \log \pi(y)/\pi_{\text{ref}}(y)$ its log-ratio, and
+$\Delta = z_w - z_l$."""
+}
+TINY = ("tiny/sft", "tiny/dft", "tiny/sdft", "tiny/opsd", "tiny/pretrain", "tiny/rm", "tiny/orm", "tiny/prm")
 WRONG = "What goes wrong"
 _PAPER = re.compile(r"arXiv\s+(\d{4}\.\d{5})")
 _ADDRESS = re.compile(r"\((https://[^\s()]+)\)")
@@ -135,21 +140,28 @@ def split_description(text: str) -> tuple[str, str, str]:
     return about.strip(), watch.strip()[:1].upper() + watch.strip()[1:], wrong.strip()
 
 
+def components_of(recipe: Recipe) -> list[Entry]:
+    """Return the components that a method's page shows, its objective first."""
+    chosen = [("objective", recipe.objective), ("advantage", recipe.advantage)]
+    chosen += [("mask", mask) for mask in recipe.masks]
+    chosen.append(("aggregation", recipe.aggregate))
+    return [find(kind, component.name) for kind, component in chosen if component is not None]
+
+
 def what_goes_wrong(recipe: Recipe) -> str:
     """Return the paragraphs "What goes wrong" of the docstrings of a method's components, and of its recipe.
 
     Raises:
         SystemExit: there is none.
     """
-    chosen = [("objective", recipe.objective), ("advantage", recipe.advantage), ("aggregation", recipe.aggregate)]
-    if recipe.rollout is not None:
-        chosen.append(("selection", recipe.rollout.select))
+    entries = components_of(recipe)
+    if recipe.rollout is not None and recipe.rollout.select is not None:
+        entries.append(find("selection", recipe.rollout.select.name))
     paragraphs = []
-    for kind, component in chosen:
-        if component is not None:
-            said = _WRONG.search(find(kind, component.name).doc)
-            if said is not None:
-                paragraphs.append(" ".join(said[1].split()).replace("``", "`"))
+    for entry in entries:
+        said = _WRONG.search(entry.doc)
+        if said is not None:
+            paragraphs.append(" ".join(said[1].split()).replace("``", "`"))
     _, _, own = split_description(recipe.description)
     if own:
         paragraphs.append(own)
@@ -200,35 +212,61 @@ def method_page(name: str, runs: list[Run]) -> str:
     about, watch, _ = split_description(recipe.description)
     text = files("posttrain").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
     own = re.sub(r"\Adescription: >\n(?:  .*\n)+", "", text).strip()
-    chosen = [("objective", recipe.objective), ("advantage", recipe.advantage), ("aggregation", recipe.aggregate)]
-    entries = [find(kind, component.name) for kind, component in chosen if component is not None]
+    entries = components_of(recipe)
     title = name.rpartition("/")[2]
-    parts = [f"# {title}\n", GENERATED, f"{about}\n", "## Run it\n", f"```bash\nposttrain train {name}\n```\n"]
-    parts += ["## Equation\n", f"{prose(entries[0].doc)}\n", "## Recipe\n", f"```yaml\n{own}\n```\n"]
+    parts = [
+        f"# {title}\n",
+        GENERATED,
+        f"{with_links(about)}\n",
+        "## Run it\n",
+        f"```bash\n{commands_of(name, recipe)}\n```\n",
+    ]
+    parts += ["## Equation\n", f"{prose(entries[0].doc)}\n"]
+    if name.partition("/")[0] in NOTATION and entries[0].traits["level"] == "pair":
+        parts.append("Symbols: [methods](index.md#preferences).\n")
+    parts += ["## Recipe\n", f"```yaml\n{own}\n```\n"]
     for entry in entries:
         link = f"../components/{entry.kind}.md#{entry.name}"
         parts += [f"## {entry.kind.capitalize()}: {entry.name}\n", f"Component: [{entry.name}]({link}).\n"]
         if entry is not entries[0]:  # whose text is the equation above
             parts.append(f"{prose(entry.doc)}\n")
         parts.append(options_table(explain.component_options(entry)))
+    if recipe.teacher is not None:
+        parts += ["## Teacher\n", "Section: [teacher](../keys/teacher.md).\n"]
+    if recipe.reference is not None:
+        section = type(recipe.reference)
+        parts += ["## Moving reference\n", "Section: [reference](../keys/reference.md).\n"]
+        parts += [f"{prose(inspect.getdoc(section) or '')}\n", options_table(explain.section_options(section))]
     if runs:
         parts += curve_part(title, runs)
     parts += ["## What to watch\n", f"{watch}\n", *watched_part(runs), f"## {WRONG}\n", f"{what_goes_wrong(recipe)}\n"]
     return "\n".join(parts)
 
 
+def commands_of(name: str, recipe: Recipe) -> str:
+    """Return the command that runs a recipe, after that of its teacher if it has one."""
+    teacher = method_runs.recipe_of_teacher(recipe)
+    commands = [f"posttrain train {name}"]
+    if teacher is not None:
+        commands.insert(0, f"posttrain train {teacher}")
+    return "\n".join(commands)
+
+
 def curve_part(title: str, runs: list[Run]) -> list[str]:
     """Return the picture of a page, its caption, and the commands of what it shows."""
     run, *contrasts = runs
-    first = f"Held-out accuracy on {run.questions} questions in one run of the command above, seed {run.seed}"
-    caption = f"{first}: {_with_interval(run.curve[0])} before the first update, {run.end} at the end."
+    first = f"Held-out accuracy on {run.questions} questions, one run, seed {run.seed}"
+    caption = f"{first}: {_with_interval(run.curve[0])} before training, {run.end} after."
     parts = ["## Curve\n", f"![Accuracy of {title} on held-out problems over the optimizer steps]({title}.svg)\n"]
     for contrast in contrasts:
-        caption += f" Dashed: the {contrast.variant.label}, {contrast.end} at the end."
+        caption += f" Dashed: the {contrast.variant.label}, final accuracy {contrast.end}."
     parts.append(f"{caption}\n")
     parts += [f"```bash\n{contrast.variant.command}\n```\n" for contrast in contrasts]
     if title in {name.rpartition("/")[2] for name in method_names() if name.startswith("rl/")}:
-        parts.append("One run orders no methods: [compare methods](../../how-to/compare-methods.md) has seeds.\n")
+        parts.append(
+            "A single run cannot rank methods; for multiple seeds, see "
+            "[compare methods](../../how-to/compare-methods.md).\n"
+        )
     return parts
 
 
@@ -246,10 +284,10 @@ def watched_part(runs: list[Run]) -> list[str]:
                 values = [value for _, value in series]
                 metric = metric_of(name)
                 low, high, end = (metric.show(value) for value in (min(values), max(values), values[-1]))
-                lines.append(f"-{of} `{name}` was between {low} and {high}, {end} at the end.")
+                lines.append(f"-{of} `{name}`: {low} to {high}, final {end}.")
     if not lines:
         return []
-    return ["In the run above:\n", "\n".join(lines) + "\n"]
+    return ["Recorded range:\n", "\n".join(lines) + "\n"]
 
 
 def _with_interval(point: tuple[int, float, float, float]) -> str:
@@ -261,11 +299,14 @@ def methods_index(names: list[str], runs: dict[str, list[Run]]) -> str:
     """Return the page that lists the methods by family."""
     parts = ["# Methods\n", GENERATED]
     parts.append(
-        "Accuracy is that of one recorded run of the recipe, held out, with the 95 % interval over the questions. "
-        "Families differ in task and size; [compare methods](../../how-to/compare-methods.md) has seeds.\n"
+        "Held-out accuracy of one recorded run per recipe, with a 95 % interval over questions. Tasks and sizes differ "
+        "between families; for multiple seeds, see [compare methods](../../how-to/compare-methods.md).\n"
     )
     for family, title in FAMILIES.items():
-        parts += [f"## {title}\n", "| method | what it is | accuracy |", "|---|---|---|"]
+        parts.append(f"## {title}\n")
+        if family in NOTATION:
+            parts.append(f"{NOTATION[family]}\n")
+        parts += ["| method | description | accuracy |", "|---|---|---|"]
         for name in names:
             if name.split("/")[0] == family:
                 about, _, _ = split_description(load_recipe(name).description)

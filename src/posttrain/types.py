@@ -230,12 +230,14 @@ class Call:
 class Turn:
     """Single turn: model output (like ``Rollout.text``) and its tool calls.
 
-    ``reward``: paid by the environment, None unless it rewards turns.
+    ``reward``: paid by the environment, None unless it rewards turns. ``replies``: the environment's messages that
+    followed, other than results of calls.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
     reward: float | None = None
+    replies: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

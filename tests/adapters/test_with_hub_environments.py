@@ -52,7 +52,7 @@ def test_rubric_gives_the_reward_of_verifiers_with_its_parts() -> None:
 
 
 def test_environment_that_answers_the_model_and_a_package_without_function_are_refused() -> None:
-    with refuses(UsageError, "task.load", "ToolEnv", "vf-eval"):
+    with refuses(UsageError, "task.load", "ToolEnv", "verifiers_episodes"):
         task(args={"turns": 3})
     with refuses(UsageError, "task.load", "my_env:load_environment"):
         task(load="owner/my-env")

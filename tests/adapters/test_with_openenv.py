@@ -162,7 +162,7 @@ def test_a_server_that_hangs_or_is_gone_is_a_failure_of_the_environment() -> Non
                 assert act(left, number=1).outcome == "failed"
                 assert left.failure.startswith(f"tool 'act': {url}: ")
         gone = begun(built, pool)
-        assert gone.failure.startswith(f"reset raised EnvironmentFailed: {url}: Failed to connect")
+        assert gone.failure.startswith(f"reset: {url}: Failed to connect")
     with refuses(UsageError, "environment.url"):
         toolset(f"http://127.0.0.1:{free_port()}")
 

@@ -16,6 +16,7 @@ from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Message
+from posttrain.untrusted import declare_code
 from refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -192,3 +193,23 @@ def test_option_of_the_template_has_the_recipes_name_too(option: str, capsys: py
     assert "name: boxed" in capsys.readouterr().out
     assert main(["train", "tiny/sft", "--dry-run", option, "r1_zero", f"{option}.preamble", "Look."]) == 0
     assert "preamble: Look." in capsys.readouterr().out
+
+
+def test_choose_task_takes_the_held_out_split_of_a_task_without_test_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "two_splits.py").write_text(
+        "from typing import Literal\n"
+        "from posttrain.data.base import Task\n"
+        "from posttrain.registry import register\n"
+        "@register('task', held_out='validation')\n"
+        "def numbers(*, split: Literal['train', 'validation'] = 'train') -> Task:\n"
+        "    '''None.'''\n"
+        "    return Task('numbers', split, [])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    declare_code(["two_splits:numbers"])
+    trained = Component(name="two_splits:numbers", split="train")
+    assert choose_task(None, "runs/x", trained).options == {"split": "validation"}
+    assert choose_task(Component(name="two_splits:numbers"), "tiny", None).options == {"split": "validation"}
+    assert choose_task(Component(name="", split="train"), "runs/x", trained).options == {"split": "train"}

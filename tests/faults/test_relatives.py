@@ -30,7 +30,8 @@ from posttrain.sampling.native import schedule
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.training import advantages, idle_rows, loop, step
 from posttrain.training.sources import RowOrder, rollouts
-from posttrain.training.sources.dataset import SupervisedSource
+from posttrain.training.sources.unit_batches import UnitBatches
+from posttrain.training.sources.units import TaskUnits
 from posttrain.types import Loss
 from small_runs import one_layer_recipe, watched
 
@@ -127,11 +128,9 @@ def without_end(sample: Any) -> Any:
     return changed
 
 
-def swapped(batch_of: Any) -> Any:
-    def changed(self: Any, chosen: Any) -> Any:
-        self.units = [tuple(reversed(unit)) for unit in self.units] if not getattr(self, "done", 0) else self.units
-        self.done = 1
-        return batch_of(self, chosen)
+def swapped(unit_at: Any) -> Any:
+    def changed(self: Any, place: int) -> Any:
+        return tuple(reversed(unit_at(self, place)))
 
     return changed
 
@@ -211,12 +210,12 @@ RELATIVES = [
     ),
     Fault(
         "the end of a demonstration is not trained",
-        of_attribute(SupervisedSource, "_sample", without_end),
+        of_attribute(UnitBatches, "_sample", without_end),
         ("tokens",),
         2,
         SFT,
     ),
-    Fault("chosen and rejected are swapped", of_attribute(SupervisedSource, "batch_of", swapped), ("prompts",), 3, DPO),
+    Fault("chosen and rejected are swapped", of_attribute(TaskUnits, "__getitem__", swapped), ("prompts",), 3, DPO),
     Fault("mean of micro-batches' means", of_pieces(True), ("weights", "loss"), 2, SFT | PAIRS_OF_ROWS),
     Fault(
         "a reference of other weights",

@@ -43,6 +43,7 @@ GIVEN: dict[str, Any] = {
     "meta": {"level": 3},
     "turns": (),
     "environment_reward": None,
+    "environment_metrics": {},
     "folder": None,
 }
 
@@ -59,7 +60,7 @@ def test_a_function_with_open_keywords_gets_everything() -> None:
     def score(num_tokens: int, **rest: Any) -> float:
         return num_tokens + 10 * len(rest)
 
-    assert bound(score)(GIVEN) == 127.0
+    assert bound(score)(GIVEN) == 137.0
 
 
 def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from posttrain import registry
 from posttrain.data.jsonl import jsonl
 from posttrain.data.render.rows import TokenRow, TrainOn, rows_of
 from posttrain.errors import UsageError
-from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example
 from refusing import refuses
 from small_runs import make_recipe
+from supervised_sources import supervised_source
 
 
 def user(text: str) -> dict[str, Any]:
@@ -337,8 +337,8 @@ def test_run_states_which_share_of_the_tokens_is_trained(
     file.write_text("\n".join(json.dumps(row) for row in ({"messages": FOUR_TURNS}, silent)), encoding="utf-8")
     recipe = make_recipe("sft", data={"batch_size": 1, "train_on": train_on})
     chat = registry.find("template", "chat").bind({})()
-    source = SupervisedSource(recipe, jsonl(path=str(file), split="all"), chat, tokenizer_of(name), 1024)
-    masks = [source.batch_of([i]).mask for i in range(source.num_examples)]
+    source = supervised_source(recipe, jsonl(path=str(file), split="all"), chat, tokenizer_of(name), 1024)
+    masks = [source.batches.batch_of([i]).mask for i in range(source.num_examples)]
     trained, total = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     assert source.trained == f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%} {share}"
     assert source.dropped == {"no trained message (weight 0 or train: false)": 1}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from closeness import approx
 from posttrain.errors import DataError
-from posttrain.store.rollouts import RolloutStore, connect, show_turns, spans_of
+from posttrain.store.rollouts import RolloutStore, connect, spans_of
+from posttrain.store.turns import show_turns
 from posttrain.types import Call, Completion, Example, Message, Rollout, Turn
 from refusing import refuses
 

@@ -25,10 +25,11 @@ from posttrain.training.checks import resolve_components
 from posttrain.training.files import RunFiles
 from posttrain.training.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.training.loop import run_training
-from posttrain.training.sources.dataset import SupervisedSource
+from posttrain.training.sources.units import TaskUnits
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 from refusing import refuses
 from small_runs import shallow
+from supervised_sources import encoder_of
 
 pytestmark = pytest.mark.usefixtures("quick_stories")
 
@@ -206,15 +207,18 @@ def test_what_was_dropped_is_counted() -> None:
     parts = prepare(recipe_of("bradley_terry", "pair"))
     short = recipe_of("bradley_terry", "pair", data={"max_length": 30})
 
-    def read(task: Task, *, draws: bool) -> SupervisedSource:
-        return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair", draws=draws)
+    encoder = encoder_of(short, r1_zero(preamble=""), parts.tokenizer, 1024, "pair")
+
+    def read(task: Task) -> TaskUnits:
+        return TaskUnits(task, encoder)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
     words = resolve_components(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
-    chosen = choose_held_out(read, [task], words)["pairs/test"]
+    fields = parts.source.batches.batch_fields  # type: ignore[union-attr]
+    chosen = choose_held_out(read, fields, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
     with refuses(UsageError, "examples to evaluate"):
-        choose_held_out(read, [Task("pairs", "test", [])], words)
+        choose_held_out(read, fields, [Task("pairs", "test", [])], words)
 
 
 def silent(outputs: Outputs, batch: Batch) -> Loss:

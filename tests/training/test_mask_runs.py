@@ -128,6 +128,9 @@ def test_divisor_kept_is_the_loss_of_the_batch_without_the_masked_rows(aggregate
         losses[divisor], metrics = accumulate(parts.learning(), batch, recipe.train)
         left_out = float(batch.mask[1::2].sum() / batch.mask.sum())
         assert metrics["masked_tokens"] == approx(left_out)
+        _, metrics = accumulate(parts.learning(), batch, recipe.train, idle_rows="skip")
+        assert metrics["computed_rows"] <= batch.num_rows / 2, "rows that a mask leaves out are not computed ..."
+        assert metrics["masked_tokens"] == approx(left_out), "... and counted"
     plain = one_layer_recipe("grpo", rollout=FEW, aggregate=aggregate, objective="reinforce")
     parts = prepare(plain)
     batch = parts.source(1).batch

@@ -74,7 +74,7 @@ def test_the_held_out_loss_by_hand(pairs: Path) -> None:
     (evaluation,) = parts.evaluator(0)
     total, tokens, likeliest = 0.0, 0, 0
     for index in chosen.units:
-        (row,) = chosen.source.units[index]
+        (row,) = chosen.batches.units[index]
         with torch.no_grad():
             logits = parts.model(torch.tensor([row.ids])).logits[0].double()
         for t in range(row.prompt_length, len(row.ids)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 from test_batch_fields import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
 from closeness import approx
@@ -18,7 +19,7 @@ from posttrain.activity import Phase, describe_activity
 from posttrain.training.batch_fields import Scorer
 from posttrain.training.build import TrainerState, prepare
 from posttrain.training.checkpoint import load_checkpoint, restore_model
-from posttrain.training.sources import dataset as sources
+from posttrain.training.sources import unit_batches as sources
 from posttrain.types import Batch
 from small_runs import one_layer_recipe, run, save_perturbed
 
@@ -165,3 +166,60 @@ def test_they_are_followed_while_they_are_computed(monkeypatch: pytest.MonkeyPat
         ("0", "6"),
         ("4", "6"),
     ]
+
+
+def test_unit_with_other_tokens_alone_is_computed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = one_layer_recipe("judged", **DPO)
+    first = batches(prepare(recipe, tmp_path))
+    digest = sources._digest
+    unit = prepare(recipe).source.units[0]  # type: ignore[union-attr]
+
+    def changed(of: Any) -> bytes:
+        if of == unit:
+            return b"x" * 16
+        return digest(of)
+
+    monkeypatch.setattr(sources, "_digest", changed)
+    with counted(monkeypatch) as request:
+        again = batches(prepare(recipe, tmp_path))
+    assert request == [2]
+    assert all(
+        difference(a.fields["ref_logprobs"], b.fields["ref_logprobs"]) == approx(0.0, abs=CLOSE)
+        for a, b in zip(first, again, strict=True)
+    )
+
+
+@pytest.mark.parametrize("damage", ["empty", "values", "lengths", "digests", "places"])
+def test_damaged_reference_cache_is_computed_again(
+    damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = one_layer_recipe("judged", **DPO)
+    batches(prepare(recipe, tmp_path))
+    stored = load_file(tmp_path / KEPT)
+    (key,) = (name for name in stored if name.startswith("units-"))
+    name = {"places": key}.get(damage, damage)
+    if damage == "empty":
+        (tmp_path / KEPT).write_bytes(b"")
+    else:
+        stored[name] = stored[name][:-1].clone()
+        save_file(stored, tmp_path / KEPT)
+    with counted(monkeypatch) as request:
+        prepare(recipe, tmp_path)
+    assert sum(request) == 20
+
+
+def test_cached_reference_is_sent_to_other_processes_once(tmp_path: Path) -> None:
+    """Rows that share memory would each be sent with the memory of all."""
+    lengths = [50] * 200
+    known = sources.FixedField(
+        {place: (torch.zeros(length), torch.ones(length)) for place, length in enumerate(lengths)},
+        dict.fromkeys(range(len(lengths)), b"d" * 16),
+    )
+    (tmp_path / KEPT).write_bytes(save(sources._tensors_of(known, "units-of")))
+    found = sources._read_cache(tmp_path / KEPT, "units-of", 2)
+    assert found is not None
+    assert found.digests == known.digests
+    assert all(torch.equal(found.values[n][k], known.values[n][k]) for n in known.values for k in (0, 1))
+    num_bytes = 4 * 2 * sum(lengths)
+    overhead = 1000 * 2 * len(lengths)  # of 400 tensors; sharing memory, they take 400 times the bytes
+    assert len(pickle.dumps(found)) < num_bytes + overhead

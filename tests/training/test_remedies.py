@@ -15,6 +15,7 @@ from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message
 from refusing import refuses
 from small_runs import make_recipe
+from supervised_sources import supervised_source
 
 
 def demonstrations(size: int, response: str = "Hello.") -> Task:
@@ -24,7 +25,7 @@ def demonstrations(size: int, response: str = "Hello.") -> Task:
 
 def supervised(tokenizer, task: Task, template: str, context: int = 512, **changes: Any) -> SupervisedSource:
     form = registry.find("template", template).bind({})()
-    return SupervisedSource(make_recipe("sft", **changes), task, form, tokenizer, context)
+    return supervised_source(make_recipe("sft", **changes), task, form, tokenizer, context)
 
 
 def suggested(error: pytest.ExceptionInfo[UsageError]) -> dict[str, str]:

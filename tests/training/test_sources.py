@@ -28,12 +28,13 @@ from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 from refusing import refuses
 from small_runs import make_recipe
+from supervised_sources import supervised_source
 
 # --- supervised ---
 
 
 def supervised(tokenizer, template, task: Task, context_tokens: int = 1024, **changes: Any) -> SupervisedSource:
-    return SupervisedSource(make_recipe("sft", **changes), task, template, tokenizer, context_tokens)
+    return supervised_source(make_recipe("sft", **changes), task, template, tokenizer, context_tokens)
 
 
 @pytest.mark.parametrize("train_on", ["response", "all"])
@@ -122,7 +123,7 @@ def answered(size: int) -> Task:
 
 
 def given(tokenizer, template, task: Task, shape: Shape, **changes: Any) -> SupervisedSource:
-    return SupervisedSource(make_recipe("judged", **changes), task, template, tokenizer, 1024, shape=shape)
+    return supervised_source(make_recipe("judged", **changes), task, template, tokenizer, 1024, shape=shape)
 
 
 def test_size_and_scores_say_their_units(tokenizer, template) -> None:

@@ -38,7 +38,7 @@ from posttrain.runs.launch import RunResult, RunStart, launch
 from posttrain.runs.models import find_source
 from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
-from posttrain.store.rollouts import show_turns
+from posttrain.store.turns import show_turns
 from posttrain.terminal.console import Text, open_console, print_table
 from posttrain.terminal.training_progress import choose_progress, show_duration
 

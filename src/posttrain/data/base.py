@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 from posttrain import registry
 from posttrain.activity import Phase, phase
@@ -213,9 +213,14 @@ def _own_task(component: Component, options: Mapping[str, object]) -> Component:
 
 
 def _with_split(component: Component, split: str) -> Component:
-    """Set a default split, for tasks that support splits."""
-    if "split" not in registry.find("task", component.name, "--task").options_model.model_fields:
+    """Set a default split, for tasks that support splits; the held-out one if a task has no such split."""
+    entry = registry.find("task", component.name, "--task")
+    field_info = entry.options_model.model_fields.get("split")
+    if field_info is None:
         return component
+    known = get_args(field_info.annotation)
+    if known and split not in known:
+        split = entry.traits.get("held_out") or split
     options = {"split": split, **component.options}
     return Component(name=component.name, **options)
 

@@ -36,7 +36,8 @@ from posttrain.sampling.rollout import Sampler
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MAX_BYTES
 from posttrain.store.reading import read_record
-from posttrain.store.rollouts import prompt_text, show_turns
+from posttrain.store.rollouts import prompt_text
+from posttrain.store.turns import show_turns
 from posttrain.types import TRUNCATED, Example, Rollout
 from posttrain.untrusted import first_fault
 

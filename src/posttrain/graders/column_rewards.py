@@ -198,6 +198,7 @@ def _completion_of(example: Example, text: str, turns: Sequence[Turn]) -> object
             message["tool_calls"] = calls
         messages.append(message)
         messages += [{"role": "tool", "name": call.tool, "content": call.result} for call in turn.calls]
+        messages += [{"role": "user", "content": reply} for reply in turn.replies]
     return messages
 
 

@@ -52,6 +52,7 @@ AVAILABLE: dict[str, str] = {
     "folder": "the run's own folder, for what is kept (Path, or None outside of a run)",
     "turns": "with an environment, the turns with their calls (sequence of Turn)",
     "environment_reward": "what the environment's get_reward says (float or None)",
+    "environment_metrics": "what the environment's get_metrics says (mapping from str to float)",
 }
 
 RewardResult = float | Verdict | MeasuredReward
@@ -568,15 +569,15 @@ def truncated(finish: str) -> float:
 
 
 @register("reward")
-def environment(environment_reward: float | None) -> float:
-    """The environment's ``get_reward()`` at episode end.
+def environment(environment_reward: float | None, environment_metrics: Mapping[str, float]) -> MeasuredReward:
+    """The environment's ``get_reward()`` at episode end, with the numbers of its ``get_metrics()``.
 
     Raises:
         RewardFailure: the recipe has no environment, or its environment has no ``get_reward``.
     """
     if environment_reward is None:
         raise RewardFailure("reward environment: there is no environment with get_reward; name one in the recipe")
-    return environment_reward
+    return MeasuredReward(environment_reward, environment_metrics)
 
 
 @register("reward")

@@ -38,7 +38,8 @@ class TeacherSection(Section):
         weights: teacher weights with ``self``: ``live`` (current weights during sampling), ``start`` (initial
             weights), or ``ema`` (exponential moving average).
         ema_decay: EMA decay per update.
-        top_k: number of candidate tokens with stored probabilities per position.
+        top_k: number of candidate tokens with stored probabilities per position. If the objective follows a truncated
+            sampler, they come from the kept set, over which both distributions are normalized.
         support: choose the most likely candidates under the ``teacher`` or the ``student``.
         dtype: weight dtype. Defaults to the student dtype.
         trust_remote_code: run Python code shipped with the teacher. Allowed only on the command line.

@@ -32,8 +32,8 @@ class RegularizeSection(Section):
 class ReferenceSection(Section):
     """Moving reference (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656, eq. 5 and 6).
 
-    Every n updates, ``ref ← α π + (1 − α) ref``. Reference log-probabilities are recomputed before each update. A KL
-    penalty in the reward uses the reference at sampling time.
+    Every n updates, ``π_ref ← α π + (1 − α) π_ref``. Reference log-probabilities are recomputed before each update. A
+    KL penalty in the reward uses the reference at sampling time.
 
     Args:
         every: n; 512 in the paper. ``mixing: 1`` replaces the reference by the policy.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -165,8 +165,8 @@ class Reply:
 class Episode:
     """A completion and its prompt, possibly with several turns.
 
-    ``reward``: from an environment; None without one. ``messages``: example messages plus the environment's opening;
-    None without an environment. ``failures`` and ``feedback``: see ``Rollout``.
+    ``reward``: from an environment; None without one. ``metrics``: its further numbers. ``messages``: example messages
+    plus the environment's opening; None without an environment. ``failures`` and ``feedback``: see ``Rollout``.
     """
 
     prompt: tuple[int, ...]
@@ -176,6 +176,7 @@ class Episode:
     failures: tuple[str, ...] = ()
     messages: tuple[Message, ...] | None = None
     feedback: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Respondent(Protocol):

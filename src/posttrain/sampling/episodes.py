@@ -19,15 +19,17 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import TURN_DEFAULTS
 from posttrain.registry import suggest
 from posttrain.sampling.base import Engine, Episode, Reply, Sampling
-from posttrain.sampling.environments.calls import Request, read_calls
+from posttrain.sampling.environments.calls import Request, read_calls, split_calls
 from posttrain.sampling.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.sampling.environments.pool import EnvironmentJob, Pool
+from posttrain.sampling.environments.replies import HeardTurn
 from posttrain.sampling.environments.tools import describe_tools
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NOT_RUN = "the episode ended before this call"
 MAX_LATE = 2  # timed-out calls after which a completion ends
 
 Place = tuple[int, int]  # (prompt index, sample index)
@@ -37,8 +39,8 @@ Place = tuple[int, int]  # (prompt index, sample index)
 class Stage:
     """Environment, tools and limits for multi-turn completions.
 
-    ``template`` shows tools as described by ``form``, and ``frame`` encodes replies. ``tool_seconds``: timeout per
-    call. ``retries``: retries after an environment failure.
+    ``template`` shows tools as described by ``form``; ``frame`` encodes results of calls, and ``said_frame`` what an
+    environment says itself. ``tool_seconds``: timeout per call. ``retries``: retries after an environment failure.
     """
 
     toolset: Toolset
@@ -49,6 +51,7 @@ class Stage:
     tool_seconds: float
     retries: int
     max_turn_tokens: int | None = None
+    said_frame: ReplyFrame | None = None
 
     def close(self) -> None:
         """End the servers of its tools."""
@@ -65,14 +68,33 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
     if options is None or (recipe.environment is None and not recipe.tools):
         return None
     toolset = build_toolset(recipe.environment, recipe.tools or ())
-    form = call_form(tokenizer, template)
+    sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
+    refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
     limits: dict[str, Any] = {}
-    for key, default in TURN_DEFAULTS.items():
+    for key in TURN_DEFAULTS:
         limits[key] = getattr(options, key)
-        if limits[key] is None:  # in a stored recipe that was changed since
-            limits[key] = default
-    if limits["show_tools"]:
-        schemas = [tool.schema for tool in toolset.tools.values()]
+    return set_stage(toolset, template, tokenizer, limits, options.max_turn_tokens)
+
+
+def set_stage(
+    toolset: Toolset,
+    template: Template,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Mapping[str, Any],
+    max_turn_tokens: int | None = None,
+) -> Stage:
+    """Set a stage for a toolset. ``limits``: values for ``TURN_DEFAULTS``, replacing defaults unless None.
+
+    Raises:
+        UsageError: tool descriptions contain special tokens, or a chat template that rewrites history.
+    """
+    form = call_form(tokenizer, template)
+    chosen = dict(TURN_DEFAULTS)
+    for key, value in limits.items():
+        if value is not None:  # in a stored recipe that was changed since
+            chosen[key] = value
+    schemas = toolset.schemas
+    if chosen["show_tools"] and schemas:
         marker = find_marker(schemas, form, tokenizer)
         if marker:
             toolset.close()
@@ -81,17 +103,19 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
                 "in another way, or leave that tool out"
             )
         template = show_tools(template, schemas, form)
-    sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
-    refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
+    said_frame = None
+    if toolset.responder is not None:
+        said_frame = reply_frame(tokenizer, template, ("user",))
     return Stage(
         toolset,
         template,
         form,
         reply_frame(tokenizer, template),
-        max_turns=limits["max_turns"],
-        tool_seconds=limits["tool_seconds"],
-        retries=limits["retries"],
-        max_turn_tokens=options.max_turn_tokens,
+        max_turns=int(chosen["max_turns"]),
+        tool_seconds=float(chosen["tool_seconds"]),
+        retries=int(chosen["retries"]),
+        max_turn_tokens=max_turn_tokens,
+        said_frame=said_frame,
     )
 
 
@@ -137,7 +161,7 @@ def find_marker(
 
 
 @dataclass(slots=True)
-class _Actor:
+class Actor:
     """A completion in progress with its session."""
 
     session: Session
@@ -147,13 +171,15 @@ class _Actor:
     last: int | None = None
     requests: list[Request] = field(default_factory=list)
     first: EnvironmentJob | Call | None = None  # job for the first request, or its result if it cannot start
+    heard: HeardTurn | None = None  # the latest turn, if the environment replies to it
+    response: EnvironmentJob | None = None
     finish: Finish | None = None
 
 
 class EpisodeRespondent:
     """Replies to turns from many completions (``sampling.base.Respondent``)."""
 
-    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
+    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, Actor]) -> None:
         self.stage = stage
         self.tokenizer = tokenizer
         self.actors = actors
@@ -167,12 +193,23 @@ class EpisodeRespondent:
             actor.last = turn[-1]
         actor.requests = []
         actor.first = None
+        actor.heard = None
         actor.finish = None
-        if finish == "stop":  # a truncated turn may contain half a call
-            body = actor.text.removeprefix(self.stage.template.opening)
-            actor.requests = read_calls(body, self.stage.form)
-        if actor.requests:
-            actor.first = self._begin(actor, actor.requests[0])
+        toolset = self.stage.toolset
+        body = actor.text.removeprefix(self.stage.template.opening)
+        requests: list[Request] = []
+        if finish == "stop" and toolset.schemas:  # a truncated turn may contain half a call
+            requests = read_calls(body, self.stage.form)
+        if toolset.responder is not None and (toolset.answers_calls or not requests):
+            text = actor.text
+            around, calls = split_calls(body, requests, toolset.schemas)
+            if calls:
+                text = self.stage.template.opening + around
+            actor.heard = HeardTurn(text, calls, finish)
+            actor.response = actor.session.respond(actor.heard)
+        elif requests:
+            actor.requests = requests
+            actor.first = self._begin(actor, requests[0])
         else:
             actor.finish = finish
             actor.turns.append(Turn(actor.text))
@@ -182,6 +219,8 @@ class EpisodeRespondent:
         actor = self.actors[prompt, sample]
         if actor.finish is not None:
             return Reply(finish=actor.finish)
+        if actor.heard is not None:
+            return self._pass_on(actor, actor.heard)
         calls = list[Call]()
         session = actor.session
         for number, request in enumerate(actor.requests):
@@ -212,7 +251,38 @@ class EpisodeRespondent:
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _begin(self, actor: _Actor, request: Request) -> EnvironmentJob | Call:
+    def _pass_on(self, actor: Actor, turn: HeardTurn) -> Reply:
+        """Wait for what the environment says to a turn, and encode it."""
+        session = actor.session
+        said = session.replied(turn, actor.response)
+        calls = tuple(Call(name, arguments, NOT_RUN, "failed") for name, arguments in turn.calls)
+        replies: tuple[str, ...] = ()
+        if said is not None:
+            calls = said.calls
+            replies = said.said
+        actor.turns.append(Turn(actor.text, calls, session.turn_reward(), replies))
+        if session.failure:
+            actor.finish = "environment_failed"
+        elif turn.finish != "stop":
+            actor.finish = turn.finish
+        elif session.done:
+            actor.finish = "ended"
+        elif said is None:
+            actor.finish = "stop"
+        elif len(actor.turns) >= self.stage.max_turns:
+            actor.finish = "out_of_turns"
+        if actor.finish is not None or said is None:
+            return Reply(finish=actor.finish)
+        frame = self.stage.frame
+        tags = self.stage.form.results
+        if said.role == "user":
+            assert self.stage.said_frame is not None, "it responds"
+            frame = self.stage.said_frame
+            tags = ("", "")
+        actor.prompt = tuple(frame.encode(self.tokenizer, self.stage.template, said.contents, tags, actor.last))
+        return Reply(actor.prompt)
+
+    def _begin(self, actor: Actor, request: Request) -> EnvironmentJob | Call:
         """Start a call and return its job, or a result if it cannot start."""
         tools = self.stage.toolset.tools
         if request.wrong:
@@ -287,11 +357,11 @@ class Episodes:
         for i, g in places:
             if not sessions[i, g].failure:
                 of_prompt.setdefault(i, []).append(g)
-        actors: dict[Place, _Actor] = {}
+        actors: dict[Place, Actor] = {}
         engine_places: dict[Place, Place] = {}  # position within the engine's smaller batch
         for n, (i, samples) in enumerate(of_prompt.items()):
             for k, g in enumerate(samples):
-                actors[n, k] = _Actor(sessions[i, g], prompts[i, g])
+                actors[n, k] = Actor(sessions[i, g], prompts[i, g])
                 engine_places[i, g] = (n, k)
         groups = self.engine.converse(
             [prompts[i, samples[0]] for i, samples in of_prompt.items()],
@@ -309,13 +379,15 @@ class Episodes:
                 completion = groups[n][k]
                 turns = tuple(actors[n, k].turns)
             reward = session.reward()
+            metrics = session.metrics()
             feedback = session.feedback()
             messages = tuple(opened(examples[i], openings.get(i, "")))
             failures: tuple[str, ...] = ()
             if session.failure:
                 completion = replace(completion, finish="environment_failed")
                 failures = (session.failure,)
-            episodes[i, g] = Episode(tuple(prompts[i, g]), completion, turns, reward, failures, messages, feedback)
+            prompt = tuple(prompts[i, g])
+            episodes[i, g] = Episode(prompt, completion, turns, reward, failures, messages, feedback, metrics)
         closings = [session.close() for session in sessions.values()]
         for closing in closings:
             if closing is not None:  # wait, because later episodes may need its thread or resources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ class Attempt:
     completion: Completion
     turns: tuple[Turn, ...] = ()
     environment_reward: float | None = None
+    environment_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -151,6 +152,7 @@ class Grader:
             "folder": self.folder,
             "turns": attempt.turns,
             "environment_reward": attempt.environment_reward,
+            "environment_metrics": attempt.environment_metrics,
             "completion_ids": attempt.completion.ids,
         }
 
@@ -388,7 +390,7 @@ def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
         text = episode.turns[-1].text
     else:
         text = decode_response(tokenizer, template, completion.ids, episode.prompt)
-    return Attempt(example, prompt, text, completion, episode.turns, reward)
+    return Attempt(example, prompt, text, completion, episode.turns, reward, episode.metrics)
 
 
 def encode_prompts(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sqlite3
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -34,15 +33,13 @@ from posttrain.store.schema import (
     selection,
     version_of,
 )
+from posttrain.store.turns import read_turns, show_turns, storable, write_turns
 from posttrain.store.updates import RecordedUpdate, pack_update, unpack_update
-from posttrain.types import Call, Example, KeptSets, Rollout, Turn
+from posttrain.types import Example, KeptSets, Rollout, Turn
 
 NUM_PENDING = 32  # update records buffered before a commit, since each commit syncs to disk
 
 _KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
-# Lines resembling the arrows added by ``show_turns``, after any line separator.
-_BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
-_ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,75 +98,12 @@ class RecordedRollout:
         return show_turns(self.turns, self.failures) or self.completion
 
 
-def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
-    """Format turns as readable text with tool results and rewards. Empty for a single turn without calls.
-
-    Arrows at line starts in model or tool output are escaped with a backslash, to distinguish them from added arrows.
-    """
-    if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
-        return ""
-    lines = []
-    for turn in turns:
-        lines.append(_quote(turn.text))
-        for call in turn.calls:
-            result = _quote(f"{call.tool} ({call.outcome}): {call.result}")
-            lines.append(f"-> {result}")
-        if turn.reward is not None:
-            lines.append(f"-> paid {turn.reward:g}")
-    lines += [f"-> failed: {failure}" for failure in failures]
-    return "\n".join(lines)
-
-
-def _quote(text: str) -> str:
-    return _ARROW.sub(r"\1\\\2", text)
-
-
 def spans_of(own: Sequence[bool]) -> list[int]:
     """Run-length encode ``own``: alternating span lengths, starting with sampled tokens (0 if none come first)."""
     spans = [len(list(run)) for _, run in groupby(own)]
     if own and own[0]:
         return spans
     return [0, *spans]
-
-
-def write_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """Convert turns to plain data."""
-    rows = []
-    for turn in turns:
-        calls = []
-        for call in turn.calls:
-            calls.append({f.name: _storable(getattr(call, f.name)) for f in fields(Call)})
-        row: dict[str, object] = {"text": _storable(turn.text), "calls": calls}
-        if turn.reward is not None:
-            row["reward"] = turn.reward
-        rows.append(row)
-    return rows
-
-
-def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
-    """Restore turns from ``write_turns`` data.
-
-    Raises:
-        KeyError, TypeError, ValueError: invalid data.
-    """
-    turns = []
-    for row in rows:
-        calls = tuple(_read_call(call) for call in row["calls"])
-        texts = [row["text"]]
-        for call in calls:
-            texts += [getattr(call, f.name) for f in fields(Call)]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a turn contains non-text values")
-        reward = row.get("reward")
-        if reward is not None and (not isinstance(reward, float) or not math.isfinite(reward)):
-            raise ValueError("a turn's reward is not a finite number")
-        turns.append(Turn(row["text"], calls, reward))
-    return tuple(turns)
-
-
-def _read_call(stored: Mapping[str, Any]) -> Call:
-    known = {name: stored[name] for name in (f.name for f in fields(Call)) if name in stored}
-    return Call(**known)
 
 
 def prompt_text(example: Example) -> str:
@@ -454,9 +388,9 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "epoch": rollout.epoch,
         "prompt_index": rollout.prompt_index,
         "rollout_index": rollout.rollout_index,
-        "example_id": _storable(example.id),
-        "prompt": _storable(prompt_text(example)),
-        "completion": _storable(rollout.text),
+        "example_id": storable(example.id),
+        "prompt": storable(prompt_text(example)),
+        "completion": storable(rollout.text),
         "answer": None,
         "parts": json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
         "reward": float(rollout.reward),
@@ -476,20 +410,20 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
         "kept_sets": None,
     }
     if example.answer is not None:
-        row["answer"] = _storable(example.answer)
+        row["answer"] = storable(example.answer)
     if rollout.advantage is not None:
         row["advantage"] = float(rollout.advantage)
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     if logprobs:
         row["mean_sampler_logprob"] = math.fsum(logprobs) / len(logprobs)
     if rollout.extracted is not None:
-        row["extracted"] = _storable(rollout.extracted)
+        row["extracted"] = storable(rollout.extracted)
     if completion.own is not None:
         row["spans"] = _pack_ids(spans_of(completion.own))
     if rollout.turns:
         row["turns"] = json.dumps(write_turns(rollout.turns))
     if rollout.failures:
-        row["failures"] = json.dumps([_storable(failure) for failure in rollout.failures])
+        row["failures"] = json.dumps([storable(failure) for failure in rollout.failures])
     return row
 
 
@@ -593,8 +527,3 @@ def _unpack_floats(packed: bytes, number: int) -> tuple[float, ...]:
     if len(packed) != 4 * number:
         raise ValueError("log-probabilities do not match token counts")
     return struct.unpack(f"<{number}f", packed)
-
-
-def _storable(text: str) -> str:
-    """Escape lone surrogates, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "backslashreplace").decode()

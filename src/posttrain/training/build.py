@@ -28,10 +28,11 @@ from posttrain.models.forward.routing.replay import refuse_without_experts
 from posttrain.models.load import read_config
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
+from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import option_notes
-from posttrain.recipes.other_models import HeadSection
+from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, TrainSection
+from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -55,6 +56,7 @@ from posttrain.training.step import Method, Objective
 from posttrain.types import Model, Tokenizer
 
 if TYPE_CHECKING:  # import only modules needed by the recipe
+    from posttrain.data.render.rows import Shape
     from posttrain.evaluation.generation import Evaluation
     from posttrain.models.reference import Reference
     from posttrain.recipes.reference_sections import ReferenceSection
@@ -66,6 +68,7 @@ if TYPE_CHECKING:  # import only modules needed by the recipe
     from posttrain.training.sources.dataset import SupervisedSource
     from posttrain.training.sources.feedback import Feedback
     from posttrain.training.sources.rollouts import RolloutSource
+    from posttrain.training.sources.units import TaskUnits
 
 
 @dataclass(slots=True)
@@ -211,14 +214,10 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     Raises:
         UsageError: incompatible components, no data, or a model that cannot be loaded.
     """
-    task = build_task(recipe.task)
-    eval_tasks: list[Task] = []
-    if recipe.eval.every:
-        from posttrain.training.held_out import build_eval_tasks
-
-        eval_tasks = build_eval_tasks(recipe.task, recipe.eval)
+    task, *eval_tasks = _build_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
-    _refuse_inputs(recipe, [task, *eval_tasks])
+    refuse_rows(recipe.rewards, {f"{one.name}, {one.split}": one.examples for one in [task, *eval_tasks]})
+    _refuse_models(recipe.model, recipe.teacher, recipe.rollout)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -229,18 +228,21 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     engine = build_engine(components.engine, components.engine_options, "rollout.engine")
     fields = _build_batch_fields(components, models, method, process_group)
     source: SupervisedSource | RolloutSource
-    read: Callable[..., SupervisedSource] | None = None
-    if recipe.rollout is None:
-        read = _dataset_reader(components, prompting, fields)
-        source = read(task, cache=folder)
+    read: Callable[[Task], TaskUnits] | None = None
+    if recipe.data is not None:
+        read = _unit_reader(recipe.data, recipe.prompt.max_prompt_tokens, components.shape, prompting)
+        source = _build_supervised_source(components, read(task), fields, folder)
     else:
         source = build_rollout_source(components, task, prompting, engine, fields)
     evaluator: Evaluator | None = None
     if eval_tasks:
-        from posttrain.training.held_out import build_eval_engine
+        from posttrain.training.held_out import build_eval_engine, choose_held_out
 
         sampler = prompting.sampler(build_eval_engine(components, engine, build_engine), process_group)
-        evaluator = _build_evaluator(components, models, method, eval_tasks, read, sampler)
+        held_out: dict[str, HeldOut] = {}
+        if read is not None:
+            held_out = choose_held_out(read, fields, eval_tasks, components)
+        evaluator = _build_evaluator(components, models, method, eval_tasks, held_out, sampler)
     warnings = _build_warnings(components, models, [task, *eval_tasks], template)
     parameters, optimizer = _build_optimizer(recipe.optimizer, recipe.train, recipe.head, models)
     facts = describe_run(components, models.loaded, models.policy, prompting.grader, source.num_examples)
@@ -267,17 +269,27 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     )
 
 
-def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Reject unsupported reward rows, and models unfit for a teacher or router replay, before loading models."""
-    refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
-    if recipe.rollout is not None and recipe.rollout.router_replay:
-        config = read_config(recipe.model)
-        if config is not None:
-            refuse_without_experts(config)
-    if recipe.teacher is not None:
+def _build_tasks(trained: Component, options: EvalSection) -> list[Task]:
+    """Build the training task, followed by evaluation tasks."""
+    task = build_task(trained)
+    if not options.every:
+        return [task]
+    from posttrain.training.held_out import build_eval_tasks
+
+    return [task, *build_eval_tasks(trained, options)]
+
+
+def _refuse_models(model: ModelSection, teacher: TeacherSection | None, rollout: RolloutSection | None) -> None:
+    """Reject incompatible teacher tokenizers, and router replay without experts, before loading models."""
+    if teacher is not None:
         from posttrain.training.parts.teachers import refuse_other_tokenizer
 
-        refuse_other_tokenizer(recipe.teacher, recipe.model)
+        refuse_other_tokenizer(teacher, model)
+    if rollout is None or not rollout.router_replay:
+        return
+    config = read_config(model)
+    if config is not None:
+        refuse_without_experts(config)
 
 
 def results_of(evaluation: Evaluation) -> dict[str, float]:
@@ -302,17 +314,14 @@ def _build_evaluator(
     models: BuiltModels,
     method: Method,
     tasks: Sequence[Task],
-    read: Callable[..., SupervisedSource] | None,
+    held_out: Mapping[str, HeldOut],
     sampler: Sampler,
 ) -> Evaluator:
-    """Build the held-out evaluator; ``read`` creates sources for supervised tasks."""
-    from posttrain.training.held_out import Evaluator, answer_limit, choose_held_out
+    """Build the held-out evaluator; ``held_out``: units for supervised tasks."""
+    from posttrain.training.held_out import Evaluator, answer_limit
     from posttrain.training.parts.panel import build_panel
 
     recipe = components.recipe
-    held_out: dict[str, HeldOut] = {}
-    if read is not None:
-        held_out = choose_held_out(read, tasks, components)
     return Evaluator(
         recipe.eval,
         recipe.train,
@@ -328,22 +337,35 @@ def _build_evaluator(
     )
 
 
-def _dataset_reader(
-    components: Components, prompting: Prompting, fields: BatchFields
-) -> Callable[..., SupervisedSource]:
-    """Build a factory for supervised sources, used for training and evaluation."""
-    from posttrain.training.sources.dataset import SupervisedSource
+def _unit_reader(
+    data: DataSection, max_prompt_tokens: int | None, shape: Shape, prompting: Prompting
+) -> Callable[[Task], TaskUnits]:
+    """Build a function that encodes a supervised task, used for training and evaluation."""
+    from posttrain.training.sources.units import TaskUnits, UnitEncoder
 
-    supervised: Callable[..., SupervisedSource] = SupervisedSource
-    return partial(
-        supervised,
-        components.recipe,
-        shape=components.shape,
-        fields=fields,
-        template=prompting.grader.template,
-        tokenizer=prompting.tokenizer,
-        context_tokens=prompting.context_tokens,
-    )
+    template = prompting.grader.template
+    limits = (prompting.context_tokens, max_prompt_tokens)
+    encoder = UnitEncoder(prompting.tokenizer, template, data, shape, *limits)
+    return lambda task: TaskUnits(task, encoder)
+
+
+def _build_supervised_source(
+    components: Components, units: TaskUnits, fields: BatchFields, folder: Path | None
+) -> SupervisedSource:
+    """Build the supervised source; ``folder`` caches fields that are computed once."""
+    from posttrain.training.sources.dataset import ScoredPlaces, SupervisedSource
+
+    recipe = components.recipe
+    assert recipe.data is not None, "supervised recipe"
+    scores = components.objective.traits.get("scores")
+    scored: ScoredPlaces | None = None
+    if scores == "process":
+        scored = "steps"
+    elif scores == "outcome" and recipe.objective.options.get("positions", "all") == "all":
+        scored = "tokens"
+    elif scores:
+        scored = "last tokens"
+    return SupervisedSource(recipe.data, recipe.train, units, fields, folder, scored)
 
 
 def _build_warnings(

@@ -390,12 +390,6 @@ def _of_truncation(w: Components, rollout: RolloutSection) -> Iterator[Rule]:
         f"set top_k to {MOST_KEPT} or less, or remove it"
     )
     yield rollout.top_k is not None and rollout.top_k > MOST_KEPT, "rollout.top_k", large
-    whole = (
-        f": {objective} compares teacher and student over the whole vocabulary, but {cut} truncates it; "
-        f"remove {cut}, or choose an objective that uses only sampled tokens (on_policy_"
-        "distillation)"
-    )
-    yield "teacher_ids" in w.needs, f"rollout.{cut}", whole
     keeps_sets = w.engine.traits.get("keeps_sets", False)
     remedy = "sample with the native engine"
     if isinstance(keeps_sets, str):  # engine option

@@ -39,9 +39,11 @@ from posttrain.recipes.sections import Component, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import DecodingRules, Engine, Sampling
 from posttrain.sampling.rollout import Sampler
+from posttrain.training.batch_fields import BatchFields
 from posttrain.training.checks import Components
 from posttrain.training.parts.panel import PromptPanel
-from posttrain.training.sources.dataset import SupervisedSource
+from posttrain.training.sources.unit_batches import UnitBatches
+from posttrain.training.sources.units import TaskUnits
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Example, Rollout, with_float64
 
@@ -53,9 +55,9 @@ MAX_EXPONENT = 700.0  # larger exponents overflow
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Held-out source units. ``num_dropped`` counts unusable examples (too long, no responses, ties)."""
+    """Held-out units, by place. ``num_dropped`` counts unusable examples (too long, no responses, ties)."""
 
-    source: SupervisedSource
+    batches: UnitBatches
     units: Sequence[int]
     num_dropped: int = 0
 
@@ -85,13 +87,13 @@ def build_eval_tasks(trained: Component, options: EvalSection) -> list[Task]:
 
 
 def choose_held_out(
-    read: Callable[..., SupervisedSource], tasks: Sequence[Task], components: Components
+    read: Callable[[Task], TaskUnits], fields: BatchFields, tasks: Sequence[Task], components: Components
 ) -> dict[str, HeldOut]:
     """Choose units for objective or demonstration-loss evaluation, by task label.
 
     Only tasks with responses or demonstrations are included, using the same ``eval.num_examples`` examples as every
     other evaluation. If these give too many units, a fixed sample is used. Other tasks are evaluated only by sampled
-    answers. ``read``: builds the recipe's source for a task.
+    answers. ``read`` encodes a task's examples. ``fields``: batch fields of the objective.
 
     Raises:
         RecipeError: evaluating a reward model on a task without responses.
@@ -111,19 +113,25 @@ def choose_held_out(
             if wants_loss is None:  # by default if sampled answers cannot be graded
                 wants_loss = all(example.answer is None for example in shown)
             if wants_loss:
-                source = read(replace(task, examples=shown, dropped={}), fields=None, draws=False)
-                units: Sequence[int] = range(len(source.units))
-                chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
+                units = read(replace(task, examples=shown, dropped={}))
+                chosen[task_label(task)] = _held_out(units, range(len(units)))
         elif any(example.responses for example in examples):
-            source = read(replace(task, examples=examples, dropped={}), draws=False)
-            units = held_out_indices(len(source.units), n)
-            chosen[task_label(task)] = HeldOut(source, units, sum(source.dropped.values()))
+            units = read(replace(task, examples=examples, dropped={}))
+            chosen[task_label(task)] = _held_out(units, held_out_indices(len(units), n), fields)
         elif components.only_scores:
             raise RecipeError(
                 f"eval.tasks: task {task.name!r} has no responses, and reward models generate no answers to "
                 "grade; choose a task with responses, or disable evaluation with eval.every: 0"
             )
     return chosen
+
+
+def _held_out(units: TaskUnits, places: Sequence[int], fields: BatchFields | None = None) -> HeldOut:
+    """Prepare the units at ``places`` for evaluation."""
+    units.check_labels(needs_both=False)
+    batches = UnitBatches(units, fields)
+    batches.fill_fixed(places)
+    return HeldOut(batches, places, sum(units.dropped.values()))
 
 
 def answer_limit(options: EvalSection, rollout: RolloutSection | None) -> int:
@@ -157,7 +165,7 @@ def evaluate_loss(held_out: HeldOut, task: Task, policy: Forward, micro_batches:
     Raises:
         NonFiniteLoss: NaN or infinite loss.
     """
-    batch = held_out.source.batch_of(held_out.units)
+    batch = held_out.batches.batch_of(held_out.units)
 
     def measure(part: Batch) -> tuple[float, float]:
         """Sum log-probabilities over trained tokens and count top-ranked ones."""
@@ -196,7 +204,7 @@ def evaluate_objective(
         NonFiniteLoss: NaN or infinite loss.
     """
     started = time.perf_counter()
-    batch = held_out.source.batch_of(held_out.units)
+    batch = held_out.batches.batch_of(held_out.units)
     loss, metrics = accumulate(method, batch, options, learns=False, process_group=process_group)
     metrics.pop("padding_share")
     name = next((name for name in ACCURACIES if name in metrics), None)

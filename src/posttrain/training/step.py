@@ -151,6 +151,7 @@ def accumulate(
         return _accumulate(method, batch, options, micro_batches, idle_rows, capture, learns=learns)
     with method.balancing.over(batch, micro_batches) as balanced:
         loss, metrics = _accumulate(method, batch, options, micro_batches, idle_rows, capture, balanced=balanced)
+    capture.note_routing(balanced.whole)
     found = balanced.metrics()
     return loss + method.balancing.coefficient * found[AUXILIARY_LOSS], metrics | found
 
@@ -205,6 +206,7 @@ def _accumulate(
             used += forward.last_tokens
     whole_loss, slots, used = _add_up((float(total), float(slots), float(used)), process_group)
     metrics = means.means(process_group, method.derive) | {"padding_share": 1.0 - used / slots}
+    metrics |= _measure_masks(batch)
     if idle_rows != "train" and (method.vanishes or num_computed < batch.num_rows):
         metrics["computed_rows"] = float(num_computed)
     return whole_loss, metrics
@@ -335,10 +337,16 @@ def _measure(
         means.add("entropy", outputs.entropy, *over_tokens)
     if outputs.rerouted is not None:
         means.add("routing_mismatch", outputs.rerouted, *over_tokens)
-    if UNMASKED in part.fields:
-        means.add("masked_tokens", 1.0 - part.fields[UNMASKED], *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():
         means.add(name, values, *over_tokens)
+
+
+def _measure_masks(batch: Batch) -> dict[str, float]:
+    """Compute ``masked_tokens`` over all rows, skipped ones too: a row that is masked as a whole is idle."""
+    trained = batch.trained_mask
+    if UNMASKED not in batch.fields or not bool(trained.any()):
+        return {}
+    return {"masked_tokens": 1.0 - float(batch.fields[UNMASKED][trained].double().mean())}
 
 
 @contextmanager

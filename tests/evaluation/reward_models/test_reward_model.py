@@ -81,7 +81,7 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     task = held_out(parts)
     # every unit of the examples, of which training takes the first n
     units = {
-        label: replace(held, units=range(len(held.source.units))) for label, held in parts.evaluator.held_out.items()
+        label: replace(held, units=range(len(held.batches.units))) for label, held in parts.evaluator.held_out.items()
     }
     (units_of_task,) = units.values()
     trained = evaluate_objective(units_of_task, task, parts.method, recipe.train)

@@ -49,7 +49,7 @@ def distillation(
 
     Sums run over K candidates and, with ``tail``, one extra outcome, "any other token", with the remaining probability
     ``1 − Σ_K``. Merging outcomes never increases these divergences (data processing inequality), so this is a lower
-    bound, and exact for K ≥ V − 1.
+    bound, and exact for K ≥ V − 1. Under sampling replay, both distributions cover the kept set instead of V.
 
     What goes wrong: Under ``forward_kl``, small students spread too thin, since they must cover every teacher mode.
     Under ``reverse_kl``, they may collapse to a single mode. Watch ``entropy``.

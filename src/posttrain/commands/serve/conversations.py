@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +15,7 @@ from posttrain.data.render.assistant import encode_turn, reply_frame
 from posttrain.data.render.template_calls import call_form
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.sections import Component
-from posttrain.sampling.environments.calls import Request, read_calls
-from posttrain.sampling.environments.tools import by_name, properties_of, read_argument
+from posttrain.sampling.environments.calls import Request, read_calls, split_calls
 from posttrain.sampling.episodes import find_marker, show_tools
 from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Message, Turn
@@ -92,24 +90,17 @@ class Conversations:
         opening = self.template.opening
         tools = answer.job.tools
         text = answer.text.removeprefix(opening)
-        calls: list[dict[str, Any]] = []
-        outside = [opening]
         requested: Sequence[Request] = ()
         if answer.finish == "stop" and tools:
             requested = read_calls(text, self.form)
-        at = 0
-        for request in requested:
-            arguments = _arguments(request, tools)
-            if arguments is None:
-                continue
-            start, end = request.place
-            outside.append(text[at:start])
-            at = end
-            function = {"name": request.tool, "arguments": arguments}
+        around, named = split_calls(text, requested, tools)
+        calls: list[dict[str, Any]] = []
+        for name, arguments in named:
+            function = {"name": name, "arguments": arguments}
             calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if calls:
-            content = "".join([*outside, text[at:]])
+            content = opening + around
             message |= {"content": content or None, "tool_calls": calls}
             if answer.ids[-1] in answer.job.sampling.stop_ids:  # ended by a token, not by a stop text
                 self._sampled[calls[0]["id"]] = (_as_written(message), answer.ids)
@@ -177,26 +168,3 @@ def _check_ids(messages: Sequence[Mapping[str, Any]]) -> None:
             raise BadRequest(
                 f"{where}: 'tool_call_id' is required for role tool, and not allowed otherwise", "messages"
             )
-
-
-def _arguments(request: Request, tools: Schemas) -> str | None:
-    """Convert call arguments to JSON; None if the call is invalid or the arguments are not an object."""
-    if request.wrong or not request.tool:
-        return None
-    nothing: Mapping[str, object] = {"function": {}}
-    schema = next((one for one in tools if one["function"]["name"] == request.tool), nothing)
-    texts = {
-        name: isinstance(one, Mapping) and one.get("type") == "string" for name, one in properties_of(schema).items()
-    }
-    try:
-        raw_arguments = request.arguments
-        if isinstance(raw_arguments, str):
-            by_key = by_name(request.tool, texts, raw_arguments)
-        else:
-            by_key = raw_arguments
-        by_key = {key: read_argument(value, texts.get(key, True)) for key, value in by_key.items()}
-        written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (ValueError, RecursionError):
-        return None
-    return written

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.forward.logit_rules import FAR_BELOW, apply_rules, ids_as_mask, tokens_before
@@ -35,17 +36,23 @@ def max_logit_elements(gpu_memory: int | None) -> int:
 
     Logits plus temporaries (16 bytes each) use at most a sixteenth of GPU memory.
     """
-    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
+    if gpu_memory is None:
+        return MAX_LOGIT_ELEMENTS
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
 
 
 def kept_elements(gpu_memory: int | None) -> int:
     """Choose how many trained-head probabilities are stored for backward."""
-    return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
+    if gpu_memory is None:
+        return KEPT_ELEMENTS
+    return int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
 def gpu_memory_of(device: torch.device) -> int | None:
     """GPU memory in bytes; None on CPU."""
-    return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +98,12 @@ class Draws:
 
     def per_token(self) -> dict[str, tuple[Tensor, int]]:
         """Collect per-token tensors by name, each paired with its filler value."""
-        named = {"sets": (self.sets, -1), "rows": (self.rows, 0), "columns": (self.columns, 0)}
-        named["is_barred"] = (self.is_barred, 0)
+        named = {
+            "sets": (self.sets, -1),
+            "rows": (self.rows, 0),
+            "columns": (self.columns, 0),
+            "is_barred": (self.is_barred, 0),
+        }
         return {name: (values, filler) for name, (values, filler) in named.items() if values is not None}
 
     def apply(self, logits: Tensor, own: dict[str, Tensor]) -> Tensor:
@@ -127,16 +138,16 @@ class Distribution:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute log-probabilities, entropies ``[M]``, and log-probabilities for ``candidates [num_targets, K]``.
 
-        Given ``draws``, these use the actual sampling distributions.
+        Given ``draws``, these use the actual sampling distributions; candidates then come from the sets, padded by -1.
         """
-        assert candidates is None or draws is None, "a recipe with both is refused"
+        assert candidates is None or draws is None or draws.rules is None, "a recipe with both is refused"
         named: dict[str, tuple[Tensor, int]] = {}
         is_whole = False  # some tokens have no set
-        if candidates is not None:
-            named["candidates"] = (candidates, 0)
-        elif draws is not None:
+        if draws is not None:
             named = draws.per_token()
             is_whole = draws.sets is not None and bool((draws.sets < 0).all(dim=1).any())
+        if candidates is not None:
+            named["candidates"] = (candidates, 0)
         extra = [_filled_up(values, len(states.targets), filler) for values, filler in named.values()]
 
         def run(part: Tensor, ids: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,20 +157,43 @@ class Distribution:
             if draws is not None:
                 logits = draws.apply(logits, own)
             if "sets" in own:
-                per_token = self._score_sets(logits, ids[0], own["sets"], entropy, is_whole)
+                per_token = self._score_sets(logits, ids[0], own, entropy, is_whole)
             else:
                 per_token = self._score(logits, ids[0], entropy, own.get("candidates"))
             return tuple(x for x in per_token if x is not None)
 
         # Candidates need one gradient each per token; entropy gradients store three tables.
         slopes = states.is_head_fixed and candidates is None
-        kept = 0 if entropy == "differentiable" else kept_elements(gpu_memory_of(states.targets.device))
-        per_token = list(_in_chunks(run, states, (states.targets, *extra), slopes, kept))
-        of_candidates = None if candidates is None else per_token.pop()
-        return per_token[0], None if entropy == "none" else per_token[1], of_candidates
+        kept = 0
+        if entropy != "differentiable":
+            kept = kept_elements(gpu_memory_of(states.targets.device))
+        logprobs, *others = _in_chunks(run, states, (states.targets, *extra), slopes, kept)
+        entropies = None
+        if entropy != "none":
+            entropies = others.pop(0)
+        of_candidates = None
+        if candidates is not None:
+            of_candidates = others.pop()
+        return logprobs, entropies, of_candidates
 
-    def likeliest(self, states: States, k: int) -> tuple[Tensor, Tensor]:
-        """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V."""
+    def likeliest(self, states: States, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V.
+
+        Given sets in ``draws``, they come from these, padded by -1 with ``LOG_ZERO``.
+        """
+        if draws is not None and draws.sets is not None:
+            sets = _filled_up(draws.sets, len(states.targets), -1)
+
+            def best_of_set(part: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                table, is_member = self._within(states.project(part), own[0])
+                values, places = table.log_softmax(dim=-1).topk(min(k, table.shape[1]), dim=-1)
+                missing = ~is_member.gather(1, places)
+                ids = own[0].long().gather(1, places).masked_fill(missing, -1)
+                room = (0, k - ids.shape[1])
+                return pad(ids, room, value=-1), pad(values.masked_fill(missing, LOG_ZERO), room, value=LOG_ZERO)
+
+            ids, logprobs = _in_chunks(best_of_set, states, (sets,))
+            return ids, logprobs
 
         def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits = states.project(part)[:, : self.num_ids]
@@ -178,7 +212,8 @@ class Distribution:
         n = self.num_ids
         if n is None:
             return score_logits(logits, targets, self.temperature, entropy, candidates)
-        inside, own = logits[:, :n], targets.clamp(max=n - 1)
+        inside = logits[:, :n]
+        own = targets.clamp(max=n - 1)
         if self.restricts_targets:
             logprobs, entropies, of_candidates = score_logits(inside, own, self.temperature, entropy, candidates)
             return logprobs.masked_fill(targets >= n, LOG_ZERO), entropies, of_candidates
@@ -187,26 +222,48 @@ class Distribution:
             return logprobs, entropies, None
         return logprobs, entropies, score_logits(inside, own, self.temperature, "none", candidates)[2]
 
-    def _score_sets(
-        self, logits: Tensor, targets: Tensor, sets: Tensor, entropy: Entropy, is_whole: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies ``[M]`` over ``sets [M, K]``; ``is_whole``: some tokens have none."""
+    def _within(self, logits: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits over temperature of ``sets [M, K]``, ``FAR_BELOW`` for padding, and which are members."""
+        inside, is_member = self._members(logits, sets)
+        if inside.dtype != torch.float64:
+            inside = inside.float()
+        return inside / self.temperature, is_member
+
+    def _members(self, logits: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of ``sets [M, K]``, ``FAR_BELOW`` for padding, and which are members."""
         limit = logits.shape[1]
         if self.restricts_targets and self.num_ids is not None:
             limit = self.num_ids
         is_member = (sets >= 0) & (sets < limit)
-        inside = logits.gather(1, sets.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW)
+        return logits.gather(1, sets.clamp(0, limit - 1).long()).masked_fill(~is_member, FAR_BELOW), is_member
+
+    def _score_sets(
+        self, logits: Tensor, targets: Tensor, own: dict[str, Tensor], entropy: Entropy, is_whole: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities and entropies ``[M]`` over sets, and of candidates; ``is_whole``: some tokens have no set.
+
+        own: ``sets [M, K]``, optionally ``candidates [M, C]`` from these.
+        """
+        sets = own["sets"]
+        candidates = own.get("candidates")
+        inside, is_member = self._members(logits, sets)
         is_target = is_member & (sets == targets[:, None])
         places = is_target.int().argmax(dim=1)
         logprobs, entropies, _ = score_logits(inside, places, self.temperature, entropy)
         logprobs = logprobs.masked_fill(~is_target.any(dim=1), LOG_ZERO)
+        of_candidates: Tensor | None = None
+        if candidates is not None:
+            chosen, is_chosen = self._within(logits, candidates)
+            total = self._within(logits, sets)[0].logsumexp(dim=1, keepdim=True)
+            of_candidates = (chosen - total).masked_fill(~is_chosen, LOG_ZERO)
         if not is_whole:
-            return logprobs, entropies
+            return logprobs, entropies, of_candidates
+        assert candidates is None, "candidates are of drawn tokens, which have sets"
         has_none = (sets < 0).all(dim=1)
         whole, of_whole, _ = self._score(logits, targets, entropy)
         if entropies is not None and of_whole is not None:
             entropies = torch.where(has_none, of_whole, entropies)
-        return torch.where(has_none, whole, logprobs), entropies
+        return torch.where(has_none, whole, logprobs), entropies, None
 
 
 def _filled_up(rows: Tensor, count: int, filler: int) -> Tensor:
@@ -235,7 +292,8 @@ def _in_chunks(
     with_slopes = with_slopes and rows.requires_grad and torch.is_grad_enabled()
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, len(rows), chunk):
-        part, own = rows[start : start + chunk], tuple(x[start : start + chunk] for x in ids)
+        part = rows[start : start + chunk]
+        own = tuple(x[start : start + chunk] for x in ids)
         if with_slopes:
             pieces.append(WithSlopes.apply(part, run, own))
         elif (start + len(part)) * states.num_logits <= kept:

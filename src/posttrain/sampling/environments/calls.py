@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.data.render.calls import CallForm, Parameters
-from posttrain.sampling.environments.tools import ArgumentText
+from posttrain.sampling.environments.tools import ArgumentText, by_name, properties_of, read_argument
 
 MAX_CALLS = 16  # per turn
 _TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
@@ -65,6 +65,51 @@ def read_calls(text: str, form: CallForm) -> list[Request]:
             request = Request("", region.content, wrong=f"the call does not end with {last}")
         requests.append(replace(request, place=region.place))
     return requests
+
+
+def split_calls(
+    text: str, requests: Sequence[Request], schemas: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[tuple[str, str]]]:
+    """Split a turn into the text around its calls, and (name, arguments as JSON) for each call.
+
+    A call that cannot be parsed remains text.
+
+    Args:
+        requests: result of ``read_calls``.
+        schemas: tools in OpenAI's format; string parameters are taken verbatim.
+    """
+    outside = []
+    calls = []
+    at = 0
+    for request in requests:
+        arguments = _arguments_as_json(request, schemas)
+        if arguments is None:
+            continue
+        start, end = request.place
+        outside.append(text[at:start])
+        at = end
+        calls.append((request.tool, arguments))
+    return "".join([*outside, text[at:]]), calls
+
+
+def _arguments_as_json(request: Request, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+    """Convert call arguments to JSON; None if the call is invalid or the arguments are not an object."""
+    if request.wrong or not request.tool:
+        return None
+    nothing: Mapping[str, object] = {"function": {}}
+    schema = next((one for one in schemas if one["function"]["name"] == request.tool), nothing)
+    texts = {}
+    for name, one in properties_of(schema).items():
+        texts[name] = isinstance(one, Mapping) and one.get("type") == "string"
+    try:
+        raw_arguments = request.arguments
+        if isinstance(raw_arguments, str):
+            by_key = by_name(request.tool, texts, raw_arguments)
+        else:
+            by_key = raw_arguments
+        return _written({key: read_argument(value, texts.get(key, True)) for key, value in by_key.items()})
+    except (ValueError, RecursionError):
+        return None
 
 
 def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:

@@ -12,12 +12,19 @@ Compatible with TRL's ``environment_factory``, so existing classes work unchange
 - ``get_turn_reward() -> float`` (optional): reward ``turn_rewards``, read after each turn with calls.
 - ``get_feedback() -> str | None`` (optional): feedback on the whole answer for teachers with ``teacher.sees:
   environment``, read once per episode.
+- ``get_metrics() -> dict[str, float]`` (optional): numbers recorded next to reward ``environment``.
+- ``respond(text) -> str | list[dict] | None`` (optional): reply to a turn without tool calls, as a user message or
+  messages (``{"role": "user", "content": "..."}``). None ends the episode, as every turn without calls does otherwise.
+  ``finish`` is ``length`` for a turn that was cut off, which gets no reply. If ``respond`` asks for ``calls``
+  (``[{"id", "name", "arguments"}]``, arguments as JSON), it answers turns with calls too. Then methods are no tools:
+  the attribute ``tools`` describes them in OpenAI's format, and results are messages ``{"role": "tool",
+  "tool_call_id", "content"}``.
 - ``done`` (optional attribute): if true, the episode ends.
 - ``close()`` (optional): release resources.
 
-Methods may be async. An environment is broken if it raises ``EnvironmentFailed``, if ``reset``, ``get_reward``,
-``get_turn_reward`` or ``get_feedback`` fails, or if it is needed while a call hangs. Broken episodes do not count as
-reward 0; they are repeated with the same seed.
+Methods may be async. An environment is broken if it raises ``EnvironmentFailed``, if ``reset``, ``respond``,
+``get_reward``, ``get_turn_reward``, ``get_metrics`` or ``get_feedback`` fails, or if it is needed while a call hangs.
+Broken episodes do not count as reward 0; they are repeated with the same seed.
 """
 
 from __future__ import annotations
@@ -35,13 +42,20 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import Component
 from posttrain.recipes.tool_servers import is_function, read_server
 from posttrain.sampling.environments.pool import EnvironmentJob, Pool
+from posttrain.sampling.environments.replies import (
+    EnvironmentReply,
+    HeardTurn,
+    Responder,
+    read_reply,
+    read_responder,
+)
 from posttrain.sampling.environments.tools import EnvironmentFailed, Tool, make_tool, result_text
 from posttrain.types import Call, CallOutcome, Example, Message
 
 if TYPE_CHECKING:
     from posttrain.sampling.environments.mcp_tools import McpConnection
 
-NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "get_feedback", "close")
+NO_TOOLS = ("reset", "respond", "get_reward", "get_turn_reward", "get_metrics", "get_feedback", "close")
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Toolset:
     """A recipe's environment and tools.
 
     ``name`` is used in messages. ``make`` builds an environment for each completion; None if only tools are used.
-    ``connections``: to tool servers.
+    ``connections``: to tool servers. ``responder``: how the environment replies to turns, if it does.
     """
 
     name: str
@@ -59,6 +73,20 @@ class Toolset:
     pays_turns: bool = False
     gives_feedback: bool = False
     connections: Sequence[McpConnection] = ()
+    gives_metrics: bool = False
+    responder: Responder | None = None
+
+    @property
+    def answers_calls(self) -> bool:
+        """True if the environment itself answers tool calls."""
+        return self.responder is not None and self.responder.answers_calls
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """All tools in OpenAI's format."""
+        if self.responder is not None and self.responder.answers_calls:
+            return list(self.responder.tools)
+        return [tool.schema for tool in self.tools.values()]
 
     def close(self) -> None:
         """Stop the tool servers. A later call starts its server again."""
@@ -78,6 +106,8 @@ def build_toolset(environment: Component | None, named: Sequence[Component] = ()
     gives_reward = False
     pays_turns = False
     gives_feedback = False
+    gives_metrics = False
+    responder = None
     name = "tools"
     if environment is not None:
         name = environment.name
@@ -90,22 +120,36 @@ def build_toolset(environment: Component | None, named: Sequence[Component] = ()
         gives_reward = callable(getattr(kind, "get_reward", None))
         pays_turns = callable(getattr(kind, "get_turn_reward", None))
         gives_feedback = callable(getattr(kind, "get_feedback", None))
-        # Base class methods first, in definition order.
-        members = []
-        for base in reversed(kind.__mro__[:-1]):
-            members += [name for name, member in vars(base).items() if isfunction(member)]
-        for method in members:
-            function = getattr(kind, method)
-            if not method.startswith("_") and method not in NO_TOOLS and isfunction(function):
-                tools[method] = make_tool(function, place, method=True)
+        gives_metrics = callable(getattr(kind, "get_metrics", None))
+        responder = read_responder(probe, place)
+        if responder is None or not responder.answers_calls:
+            tools.update(_methods_as_tools(kind, place))
+        elif named:
+            raise UsageError(f"tools: {place} answers all calls itself; leave out tools")
         close = getattr(kind, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             registry.call("environment", probe.close)
     connections: list[McpConnection] = []
     _add_tools(named, tools, connections)
-    if not tools:
-        raise UsageError(f"environment {name!r}: no public method for a model to call; define at least one")
-    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback, tuple(connections))
+    if not tools and responder is None:
+        raise UsageError(
+            f"environment {name!r}: no public method for a model to call; define at least one, or respond(self, text)"
+        )
+    opened = tuple(connections)
+    return Toolset(name, make, tools, gives_reward, pays_turns, gives_feedback, opened, gives_metrics, responder)
+
+
+def _methods_as_tools(kind: type, place: str) -> dict[str, Tool]:
+    """Build tools from public methods: those of base classes first, in definition order."""
+    tools: dict[str, Tool] = {}
+    members = []
+    for base in reversed(kind.__mro__[:-1]):
+        members += [name for name, member in vars(base).items() if isfunction(member)]
+    for method in members:
+        function = getattr(kind, method)
+        if not method.startswith("_") and method not in NO_TOOLS and isfunction(function):
+            tools[method] = make_tool(function, place, method=True)
+    return tools
 
 
 def _add_tools(named: Sequence[Component], tools: dict[str, Tool], connections: list[McpConnection]) -> None:
@@ -224,6 +268,27 @@ class Session:
             text = result_text(job.result)
         return Call(tool.name, raw_arguments, result_text(text), outcome)
 
+    def respond(self, turn: HeardTurn) -> EnvironmentJob | None:
+        """Start the environment's reply to a turn. Returns None and sets ``failure`` if it is broken."""
+        responder = self.toolset.responder
+        assert responder is not None, "it responds"
+        if not self._is_free("respond"):
+            return None
+        arguments = turn.arguments(responder.arguments)
+        return self.pool.submit(lambda: self.environment.respond(**arguments), self.seconds)
+
+    def replied(self, turn: HeardTurn, job: EnvironmentJob | None) -> EnvironmentReply | None:
+        """Wait for a reply; None ends the episode. Sets ``failure`` if the environment is broken."""
+        if job is None:
+            return None
+        returned = self._outcome(job, "respond")
+        if not self.failure:
+            try:
+                return read_reply(returned, turn)
+            except ValueError as error:
+                self.failure = str(error)
+        return None
+
     @property
     def done(self) -> bool:
         """True once the environment ended this episode."""
@@ -240,6 +305,22 @@ class Session:
         if self.toolset.pays_turns:
             return self._number("get_turn_reward")
         return None
+
+    def metrics(self) -> dict[str, float]:
+        """Read ``get_metrics``; empty if undefined or broken, in which case ``failure`` is set."""
+        if not self.toolset.gives_metrics or self.failure or not self._is_free("get_metrics"):
+            return {}
+        numbers = self._outcome(self.pool.submit(self.environment.get_metrics, self.seconds), "get_metrics")
+        if self.failure:
+            return {}
+        if not isinstance(numbers, Mapping):
+            self.failure = f"get_metrics returned {numbers!r:.80}, not numbers by name"
+            return {}
+        for name, value in numbers.items():
+            if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(float(value)):
+                self.failure = f"get_metrics returned {name!r:.80}: {value!r:.80}, not a name and a finite number"
+                return {}
+        return {name: float(value) for name, value in numbers.items()}
 
     def feedback(self) -> str | None:
         """Read ``get_feedback``; None if undefined or broken, in which case ``failure`` is set."""
@@ -282,6 +363,8 @@ class Session:
         self.pool.wait(job)
         if not job.done:
             self.failure = f"{what} took longer than {self.seconds:g} seconds (rollout.tool_seconds)"
+        elif isinstance(job.error, EnvironmentFailed):
+            self.failure = f"{what}: {job.error}"
         elif job.error is not None:
             self.failure = f"{what} raised {type(job.error).__name__}: {job.error}"
         return job.result

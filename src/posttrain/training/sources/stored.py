@@ -21,7 +21,7 @@ from posttrain.errors import StorageError
 from posttrain.recipes.sections import RolloutSection
 from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file
-from posttrain.store.rollouts import read_turns, write_turns
+from posttrain.store.turns import read_turns, write_turns
 from posttrain.training.sources.prompts import Prompts
 from posttrain.types import Batch, Completion, ExpertChoices, KeptRows, KeptSets, Message, Rollout
 
@@ -155,7 +155,8 @@ def check_written(stored: Mapping[str, Any], source: PromptSource, vocabulary: i
         experts: Tensor | None = None
         if completion.get("experts") is not None:
             experts = _read_experts(completion["experts"]).tensor()
-        source.check_experts(experts)
+        if ids:  # an environment may fail before anything is sampled
+            source.check_experts(experts)
 
 
 def _read_experts(stored: Mapping[str, Any]) -> ExpertChoices:
