@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posttrain.models.published.catalog import Published
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 VOCABULARY = 300
 WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 32, 2, 4, 2, 64
@@ -18,8 +23,10 @@ CHATML = (
 )
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", seed: int = 0) -> Path:
-    """Write a llama of random weights with a byte-level tokenizer and ChatML."""
+def write_gguf(
+    path: Path, *, architecture: str = "llama", seed: int = 0, extend: Callable[[GGUFWriter], None] | None = None
+) -> Path:
+    """Write a llama of random weights with a byte-level tokenizer and ChatML; ``extend`` adds to it."""
     from gguf import GGUFWriter, TokenType
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -68,6 +75,8 @@ def write_gguf(path: Path, *, architecture: str = "llama", seed: int = 0) -> Pat
         add(f"blk.{layer}.ffn_gate.weight", INNER, WIDTH)
         add(f"blk.{layer}.ffn_up.weight", INNER, WIDTH)
         add(f"blk.{layer}.ffn_down.weight", WIDTH, INNER)
+    if extend is not None:
+        extend(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -55,6 +55,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "commands": ("commands",),  # a command calls the API, which knows no command
     "cli": ("cli", "__main__"),
 }
+MOST_RECIPE_TAKERS = 38  # a function takes the sections and callables that it needs
 RANK = {name: rank for rank, names in enumerate(PACKAGES.values()) for name in names}
 PURE_PACKAGES = ("balances.", "algorithms.", "graders.", "data.render.")
 
@@ -316,6 +317,30 @@ def homes_of(exported: Callable[[ast.Module], set[str]]) -> dict[str, list[str]]
         for name in exported(tree_of(path)):
             homes.setdefault(name, []).append(module)
     return homes
+
+
+def names_in(annotation: ast.expr | None) -> set[str]:
+    """The names in an annotation, quoted ones too."""
+    if annotation is None:
+        return set()
+    found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"\w+", node.value))
+    return found
+
+
+def test_few_functions_take_the_whole_recipe() -> None:
+    """A function (nested or a method, too) counts once if any of its parameters is annotated with ``Recipe``."""
+    takers = []
+    for module, path in MODULES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own = node.args
+                parameters = [*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg]
+                if any(one is not None and "Recipe" in names_in(one.annotation) for one in parameters):
+                    takers.append(f"{module}.{node.name}")
+    assert len(takers) <= MOST_RECIPE_TAKERS, takers
 
 
 def test_class_name_has_one_meaning() -> None:

@@ -234,6 +234,8 @@ _OPTIONS = {
         ("models", MODEL[1] | {"nargs": "+"}),
         TEMPLATE,
         option("--system", metavar="TEXT", help="system message"),
+        option("--tools", metavar="LIST", help="tools to offer, as in recipes (default: those of the run)"),
+        option("--no-tools", action="store_true", help="offer no tools"),
         option("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)"),
         *_TRUNCATED,
         MAX_TOKENS,

@@ -1,4 +1,4 @@
-"""Untrusted folders: remove at any depth regardless of permissions, walk to a bounded depth.
+"""Portable folder names; untrusted folders: remove at any depth regardless of permissions, walk to a bounded depth.
 
 ``shutil.rmtree`` and ``os.walk`` recurse per level, so they crash on folders nested thousands deep.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -16,9 +17,15 @@ from pathlib import Path
 
 from posttrain.errors import UsageError
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 MAX_DEPTH = 100  # levels of a folder that somebody else made
 _CAN_OPEN_FOLDERS = os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def folder_name(text: str) -> str:
+    """Convert a text to a portable folder name, possibly empty: letters, digits, ``.``, ``_`` and ``-``."""
+    return _NOT_IN_NAMES.sub("-", text).strip("-.")
 
 
 @dataclass

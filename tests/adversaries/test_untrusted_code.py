@@ -71,7 +71,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["evil", "tiny", "--limit", "2", *SHORT, "--out", "two"],
     ],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
-    "chat": [["evil", *SHORT]],
+    "chat": [["evil", *SHORT], ["evil", "--no-tools", *SHORT]],
     "studio": [["evil"]],
     "serve": [["evil"], ["evil", "--train"]],
     "serve-command": [["evil"]],
@@ -99,7 +99,7 @@ CASES = [("answers", name, arguments) for name, several in COMMANDS.items() for 
 CASES += [
     (kind, name, COMMANDS[name][place])
     for kind in ("trains", "mixes", "plays", "starts")
-    for name, place in (("train", 3), ("sweep", 2), ("evaluate", 0), ("runs show", 0), ("runs resume", 0))
+    for name, place in (("train", 3), ("sweep", 2), ("evaluate", 0), ("chat", 0), ("runs show", 0), ("runs resume", 0))
 ]
 CASES.append(("plays", "train", ["runs/evil/better.yaml", "--dry-run"]))
 
@@ -193,10 +193,20 @@ def test_a_command_of_a_stranger_s_run_is_started_once_it_is_allowed(
     for command, arguments in (("runs resume", ["evil"]), ("evaluate", asked)):
         assert run(command, arguments, monkeypatch) == 2
         assert "tools.0.command: 'touch it-ran' is a command that a stored recipe starts" in capsys.readouterr().err
+    assert run("chat", ["evil", *SHORT], monkeypatch) == 2
+    stated = capsys.readouterr().err
+    assert "'touch it-ran' is a command that a stored recipe starts" in stated
+    assert "--no-tools" in stated
+    assert run("chat", ["evil", "--no-tools", *SHORT], monkeypatch) == 0
     assert server.started == []
-    assert run("evaluate", [*asked, "--allow-code", "command=touch it-ran"], monkeypatch) == 0
+    assert run("chat", ["evil", *SHORT, "--allow-code", "command=touch it-ran"], monkeypatch) == 0
     assert server.started == [["touch", "it-ran"]]
     assert server.opened == server.closed == 1
+    server.started.clear()
+    consent._FOLDERS.clear()
+    assert run("evaluate", [*asked, "--allow-code", "command=touch it-ran"], monkeypatch) == 0
+    assert server.started == [["touch", "it-ran"]]
+    assert server.opened == server.closed == 2
 
 
 @pytest.mark.parametrize(

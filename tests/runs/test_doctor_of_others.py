@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import posttrain as pt
 from closeness import approx
 from posttrain.cli import main
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.diagnosis.findings import RunFinding
-from posttrain.runs.diagnosis.others.formulas import fitted_weights
+from posttrain.runs.diagnosis.others import rows
+from posttrain.runs.diagnosis.others.formulas import FORMULAS, fitted_weights
 from refusing import refuses
 
 Line = dict[str, Any]
@@ -251,6 +253,64 @@ def test_fitted_weights_are_those_of_the_sum() -> None:
 # --- NeMo RL ---
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_leave_one_out_formula_is_that_of_the_others_spread(lost: int) -> None:
+    name = "minus leave-one-out mean, divided by leave-one-out standard deviation"
+    if lost == 0:
+        name = "minus leave-one-out mean, divided by biased leave-one-out standard deviation"
+    spread = statistics.stdev if lost else statistics.pstdev
+    groups = [[0.1, 0.7, -2.0, 0.1], [1.0, 1.0, 1.0, 0.0], [0.1] * 3, [1e9, 1e9 + 1, 1e9 + 3], [0.0, 1.0]]
+    for group, found in zip(groups, FORMULAS[name](groups), strict=True):
+        for place, value in enumerate(found):
+            others = [*group[:place], *group[place + 1 :]]
+            expected = group[place] - statistics.fmean(others)
+            if len(others) > 1 and len(set(others)) > 1:
+                expected /= spread(others) + 1e-6
+            assert value == approx(expected, rel=1e-6)
+
+
+def test_doctor_of_thousands_of_answers_to_one_prompt_takes_linear_time(tmp_path: Path) -> None:
+    """With a spread for each answer, computed from all others, this takes minutes."""
+    lines = lines_of_trl(1, 1, 6_000)
+    report = pt.diagnose(write(tmp_path / "lines.jsonl", lines), trainer="trl")
+    assert [one for one in report if one.kind == "fault"] == []
+
+
+def test_weights_are_fitted_without_a_matrix_of_answers_by_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    decompose = torch.linalg.svd
+    sizes: list[int] = []
+
+    def watched(matrix: torch.Tensor, **options: Any) -> Any:
+        found = decompose(matrix, **options)
+        sizes.append(found.U.numel())
+        return found
+
+    monkeypatch.setattr(torch.linalg, "svd", watched)
+    groups = [[0.0, 1.0, 2.0, 4.0]] * 50
+    other = [[1.0, 0.0, 5.0, 2.0]] * 50
+    mixed = [[0.5 * x + 0.25 * y for x, y in zip(a, b, strict=True)] for a, b in zip(groups, other, strict=True)]
+    centred = [[x - statistics.fmean(group) for x in group] for group in mixed]
+    assert fitted_weights([groups, other], centred)[1] == approx([0.5, 0.25], rel=1e-9)
+    assert sizes == [202 * 2]
+    few = fitted_weights([[[0.0, 1.0]], [[1.0, 0.0]], [[0.0, 0.0]]], [[-0.5, 0.5]])
+    assert all(math.isfinite(x) for weights in few for x in weights)
+
+
+def test_doctor_of_rows_with_different_rewards_reads_them_all(tmp_path: Path) -> None:
+    lines = lines_of_trl(1)
+    for line in lines:
+        del line["weights"]
+    del lines[0]["rewards"]["length"]
+    report = pt.diagnose(write(tmp_path / "lines.jsonl", lines), trainer="trl")
+    assert "advantage" in {one.check for one in report}
+
+
+def test_doctor_of_records_beyond_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_BYTES", 1 << 10)
+    with refuses(DataError, "lines.jsonl", "MiB"):
+        pt.diagnose(write(tmp_path / "lines.jsonl", lines_of_trl()), trainer="trl")
+
+
 def test_doctor_of_nemo_rl_lines_that_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "logs"
     for step in (2, 10, 1):
@@ -309,6 +369,7 @@ DAMAGED: dict[str, tuple[str, str]] = {
     "other lengths": (json.dumps(lines_of_trl()[0] | {"sampler": [-1.0]}), "sampler"),
     "rewards are a list": (json.dumps(lines_of_trl()[0] | {"rewards": [1.0]}), "rewards"),
     "no prompt": (json.dumps({k: v for k, v in lines_of_trl()[0].items() if k != "prompt"}), "prompt"),
+    "groups of none": (json.dumps(lines_of_trl()[0] | {"group_size": 0}), "group_size"),
     "of NeMo RL": (json.dumps(lines_of_nemo_rl()[0]), "batch"),
     "twice": ("\n".join([json.dumps(lines_of_trl()[0])] * 2), "duplicate"),
     "bytes": ("\ud800", "UTF-8"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fake_judge import FakeJudge, judgement, quoted
 
+from balanced_runs import Read, reading
 from closeness import approx
 from posttrain.cli import main
 from posttrain.data.render.templates import plain
@@ -182,7 +183,11 @@ def test_a_run_is_rewarded_by_criteria(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", CRITERIA, ["it is short", "it is plain"])
     with FakeJudge(lambda body, count: judgement("yes" if len(quoted(body)["answer"]) % 2 else "no", "met")) as server:
         recipe = recipe_of(tmp_path / "r.yaml", rows, {"name": "rubric", "url": server.url, "temperature": None})
-        assert main(["train", recipe, "--runs-dir", str(tmp_path), "--run", "it", "--quiet"]) == 0
+        read = Read()
+        with reading(read):
+            assert main(["train", recipe, "--runs-dir", str(tmp_path), "--run", "it", "--quiet"]) == 0
+    assert read.violated == {}
+    assert "rubric" in read.worst
     (step,) = steps_of(tmp_path / "it")
     recorded = list(RolloutStore(tmp_path / "it" / "rollouts.db", read_only=True).training())
     assert len(recorded) == 4

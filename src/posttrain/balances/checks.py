@@ -9,6 +9,7 @@ from posttrain.balances.findings import Imbalance, Reading, imbalance_of
 from posttrain.balances.masks import read_masks
 from posttrain.balances.of_answers import read_answers
 from posttrain.balances.of_losses import read_loss
+from posttrain.balances.of_routing import read_routing
 from posttrain.balances.of_rows import read_row_balances
 from posttrain.balances.of_updates import read_update
 from posttrain.balances.record import StepRecord
@@ -25,6 +26,7 @@ def read_balances(record: StepRecord) -> Iterator[Reading]:
         yield from read_row_balances(record, advantages)
         yield from read_masks(record)
         yield from read_loss(record, advantages)
+        yield from read_routing(record)
     yield from read_update(record)
 
 

@@ -56,6 +56,10 @@ EXPLANATIONS = {
         ("an unrecorded term was added", "rewards were modified after grading", "a reward part is missing"),
         "compute Σ weight × part for the answers in pt.load_run(RUN).rollouts(STEP)",
     ),
+    "rubric": Explanation(
+        ("a criterion has another weight or sign", "unjudged criteria count", "the sum is divided by other weights"),
+        "compute Σ w y / Σ max(w, 0) from the parts rubric:1, rubric:2, ... of one answer and its row's weights",
+    ),
     "correct": Explanation(
         ("reward parts were modified after grading", "the paid reward differs from the verdict"),
         "regrade one of these answers with posttrain.grade",
@@ -150,6 +154,18 @@ EXPLANATIONS = {
             "advantages or log-probabilities are assigned to the wrong rows",
         ),
         "change train.micro_batch_tokens: this update's loss must not change",
+    ),
+    "routed": Explanation(
+        (
+            "routers also count padding, or a shared prompt only once",
+            "a micro-batch or a process is missing from the sums",
+            "another number of experts is chosen per token",
+        ),
+        "change train.micro_batch_rows: `router_aux_loss` must not change",
+    ),
+    "router_loss": Explanation(
+        ("shares and probabilities cover different tokens", "a factor (number of experts) is missing"),
+        "compare with transformers' load_balancing_loss_func over the batch",
     ),
     "gradient": Explanation(
         (

@@ -92,11 +92,6 @@ def expected_regularizers(inputs: LossInputs, kl_coef: float, estimator: str, en
     return values
 
 
-def k3_of(r: Tensor) -> Tensor:
-    """``e^(−r) − 1 + r``, in float64."""
-    return torch.expm1(-r) + r
-
-
 def _between(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).clamp(-LARGEST, LARGEST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ def read_answers(record: StepRecord) -> Iterator[Reading]:
         return
     if sampling.rewards is not None:
         yield _rewards(record.answers, sampling.rewards)
+    if sampling.rubric is not None and any(answer.criteria for answer in record.answers):
+        yield _rubric(record.answers, sampling.rubric)
     yield _verdicts(record.answers)
     yield _groups(record, sampling)
     yield _prompts(record, sampling)
@@ -59,6 +62,47 @@ def _rewards(answers: Sequence[SampledAnswer], weights: Mapping[str, float]) -> 
             break
     terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
     return Reading("reward", worst, REWARD_LIMIT, f"a reward of {expected:.9g} (= {terms})", f"{found:.9g}")
+
+
+def criterion_weights(value: object) -> tuple[float, ...]:
+    """Read the weights of a row's criteria (``rubric`` reward); empty if unreadable."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, list):
+        return ()
+    weights: list[float] = []
+    for one in value:
+        weight: object = None
+        if isinstance(one, Mapping):
+            weight = one.get("weight")
+            if weight is None:
+                weight = one.get("points")
+        if not isinstance(weight, int | float):
+            weight = 1.0
+        weights.append(float(weight))
+    return tuple(weights)
+
+
+def _rubric(answers: Sequence[SampledAnswer], part: str) -> Reading:
+    """Part = Σ w y / Σ max(w, 0) over judged criteria, whose y is 0 or 1 (part ``rubric:k``)."""
+    worst, expected, found = 0.0, 0.0, 0.0
+    for answer in answers:
+        judged = [(w, answer.parts.get(f"rubric:{k}")) for k, w in enumerate(answer.criteria, start=1)]
+        met = [(w, y) for w, y in judged if y is not None]
+        most = math.fsum(w for w, _ in met if w > 0)
+        if most == 0 or part in answer.skipped:
+            continue
+        share = math.fsum(w * y for w, y in met) / most
+        size = math.fsum(abs(w) for w, _ in met) / most
+        gap = abs(answer.parts.get(part, math.nan) - share) / size
+        if any(y not in (0.0, 1.0) for _, y in met):
+            gap = math.inf
+        if not gap <= worst:
+            worst, expected, found = gap, share, answer.parts.get(part, math.nan)
+        if math.isnan(gap):
+            worst = math.inf
+            break
+    return Reading("rubric", worst, REWARD_LIMIT, f"a weighted share of {expected:.9g}", f"{found:.9g}")
 
 
 def _verdicts(answers: Sequence[SampledAnswer]) -> Reading:

@@ -59,6 +59,23 @@ class ReferenceFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterFacts:
+    """Mixture-of-experts routers under an auxiliary loss. top_k: experts per token."""
+
+    num_routers: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRecord:
+    """Sums over tokens and routers in an update: times chosen and probability per expert, ``[E]``."""
+
+    counts: Tensor
+    probabilities: Tensor
+    num_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class PenaltyFacts:
     """KL penalty in the reward, as in the recipe's ``kl_in_reward``."""
 
@@ -79,7 +96,8 @@ class SamplingFacts:
     answers' kept sets, at most most_kept tokens each. has_stop_texts: answers may end with any token. ignores_rules:
     the trainer scores without sampling rules. turn_weight: weight of turn rewards. at_scored_temperature: the trainer
     scores at sampling temperature. draws: False for scripted engines. keeps_unscored: unrewarded answers become rows
-    with advantage 0; otherwise they are dropped.
+    with advantage 0; otherwise they are dropped. rubric: part of the ``rubric`` reward, if there is exactly one; rows
+    have its criteria under rubric_key.
     """
 
     num_prompts: int
@@ -107,6 +125,8 @@ class SamplingFacts:
     draws: bool = True
     keeps_unscored: bool = True
     penalty: PenaltyFacts | None = None
+    rubric: str | None = None
+    rubric_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,7 @@ class UpdateFacts:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     reference: ReferenceFacts | None = None
+    routers: RouterFacts | None = None
     sampling: SamplingFacts | None = None
     optimizer: OptimizerFacts | None = None
     sampler_limit: float = 1e-8
@@ -144,7 +165,7 @@ class SampledAnswer:
 
     ``logprobs``: from the sampler, one per id; None if not recorded. ``turns``: turn rewards. ``skipped``: rewards
     that returned None. ``is_scored``: False if all did. ``kept``: sets underlying the log-probabilities; None: whole
-    vocabulary.
+    vocabulary. ``criteria``: weights of the row's rubric, known in a running update.
     """
 
     prompt_index: int
@@ -165,6 +186,7 @@ class SampledAnswer:
     skipped: Sequence[str] = ()
     is_scored: bool = True
     kept: KeptSets | None = None
+    criteria: Sequence[float] = ()
 
     @property
     def places(self) -> Sequence[int]:
@@ -237,7 +259,7 @@ class TokenRecord:
     mask ``bool``: trained. answers ``int64 [B]``: as in ``RowSums``. weights: of the sum, ``[U]`` for units. values:
     of the objective, times correction. logprobs, entropy, scores (``[B, T]`` or ``[B, T, C]``): model outputs, with
     the loss's derivatives in ``slopes``. fields: batch fields. whole: fields for all rows in the batch, belonging to
-    ``whole_answers``.
+    ``whole_answers``. lengths ``int64 [B]``: tokens per row.
     """
 
     mask: Tensor
@@ -251,6 +273,7 @@ class TokenRecord:
     scores: Tensor | None = None
     whole: Fields = field(default_factory=dict)
     whole_answers: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +298,7 @@ class StepRecord:
     """An update. ``update`` counts from 0 within a batch. measured: metrics by name.
 
     ``rows`` is None if nothing was trained. advantages: recomputed for every answer, if an earlier update in this
-    batch already did so (``expected_advantages``).
+    batch already did so (``expected_advantages``). routing: for running updates under a router loss.
     """
 
     step: int
@@ -288,6 +311,7 @@ class StepRecord:
     tokens: TokenRecord | None = None
     before: Before = field(default_factory=Before)
     advantages: Sequence[list[float] | None] | None = None
+    routing: RoutingRecord | None = None
 
     @property
     def batch(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.json_schema import recipe_schema
-from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.sweeps.file import shipped_sweeps, training_recipe_names
 from posttrain.terminal.console import Text, open_console, plain_table, print_json, print_rows
 
@@ -74,7 +74,7 @@ def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
     for name in training_recipe_names():
         folder = name.partition("/")[0] if "/" in name else ""
         title = FOLDERS.get(folder, f"{folder}: posttrain train NAME")
-        groups.setdefault(title, []).append(_training_row(name, load_recipe(name)))
+        groups.setdefault(title, []).append(_training_row(name))
     for title, names in (
         ("dictionaries of features: posttrain sae train NAME", interpretation_names("dictionary")),
         ("what training changed: posttrain sae diff NAME", interpretation_names("changes")),
@@ -99,7 +99,8 @@ def needs_gpu(name: str) -> bool:
     return _billions(load_recipe(name).model.name) is not None and name.partition("/")[0] not in CPU_FOLDERS
 
 
-def _training_row(name: str, recipe: Recipe) -> dict[str, str]:
+def _training_row(name: str) -> dict[str, str]:
+    recipe = load_recipe(name)
     return _row(name, recipe.task.name, recipe.model.name, [name], recipe.description)
 
 
@@ -109,7 +110,7 @@ def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
     begins = source if isinstance(source, str) else source.get("recipe")
     below = {}
     if begins:
-        below = _training_row(begins, load_recipe(begins))
+        below = _training_row(begins)
     activations = content.get("activations", {})
     task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
     named = source.get("name") if isinstance(source, Mapping) else None

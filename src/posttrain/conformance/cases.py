@@ -148,7 +148,8 @@ def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 
     Token and row ratios fall on both sides of 1, both beyond and within a clip of 0.3; advantages have both signs.
     """
     rows = len(lengths)
-    width = max(lengths) if width is None else width
+    if width is None:
+        width = max(lengths)
     random = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> Tensor:
@@ -178,7 +179,11 @@ def made_batch(lengths: Sequence[int], *, width: int | None = None, seed: int = 
 
 def map_tokens(batch: FieldTensors, change: Callable[[Tensor], Tensor]) -> Fields:
     """Apply ``change`` to every per-token field."""
-    return {name: change(x) if x.ndim > 1 else x for name, x in batch.items()}
+    changed = dict(batch)
+    for name, x in batch.items():
+        if x.ndim > 1:
+            changed[name] = change(x)
+    return changed
 
 
 def with_padding(batch: FieldTensors, content: float) -> Fields:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import PosttrainError
+from posttrain.untrusted import harmless
 
 # Tolerances: rounding in float64, and in float32 for functions that compute in it.
 LIMIT, SINGLE_LIMIT = 1e-9, 1e-4
 # A larger gap than float64 rounds, and a smaller one than float32 does.
 MIXED_LIMIT = 1e-7
-MIXED = "rounds to float32 on the way"
+MIXED = "rounds to float32 internally"
 
 # ``convention``: the field has two; ``fails``: it is neither; ``bad``: the function gave nothing to compare.
 Status = Literal["ok", "convention", "fails", "bad"]
-
+LONGEST_REASON = 300
 
 CheckResult = tuple[Status, float | None, str]  # status, gap and note of a check
 TrialT = TypeVar("TrialT")
@@ -58,13 +59,17 @@ def largest_gap(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Te
         difference = (found.double() - expected.double()).abs()
         size = max(1.0, float(expected.double().abs().amax()))
         largest = float(difference.amax()) / size
-        return largest if math.isfinite(largest) else math.inf
+        if math.isfinite(largest):
+            return largest
+        return math.inf
     return max((largest_gap(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
 def limit_for(*results: Tensor) -> float:
     """Largest gap attributed to rounding; larger if a result is not float64."""
-    return LIMIT if all(one.dtype == torch.float64 for one in results) else SINGLE_LIMIT
+    if all(one.dtype == torch.float64 for one in results):
+        return LIMIT
+    return SINGLE_LIMIT
 
 
 def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
@@ -73,8 +78,15 @@ def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
     if status == "fails" or result.dtype == torch.float64:
         return answer
     name = str(result.dtype).removeprefix("torch.")
-    remark = f"returns {name} for float64, and is compared to {SINGLE_LIMIT:g}"
-    return "convention", gap, f"{note}; {remark}" if note else remark
+    remark = f"returns {name} for float64; tolerance {SINGLE_LIMIT:g}"
+    if note:
+        remark = f"{note}; {remark}"
+    return "convention", gap, remark
+
+
+def in_one_line(text: str) -> str:
+    """Format what a function under test wrote as one line of at most ``LONGEST_REASON`` characters."""
+    return " ".join(harmless(text).split())[:LONGEST_REASON]
 
 
 def describe(value: object) -> str:
@@ -98,9 +110,9 @@ def check_tensor(value: object, shape: Sequence[int], wanted: str) -> Tensor:
     if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
         raise BadResult(f"returned {describe(value)}. Return {wanted}")
     if value.device.type != "cpu":
-        raise BadResult(f"returned a tensor on {value.device}. Return it on the device of the arguments, cpu")
+        raise BadResult(f"returned a tensor on {value.device}. Return it on cpu, like the arguments")
     if not value.is_floating_point():
-        raise BadResult(f"returned {describe(value)}. Return floating numbers, float64 as the arguments")
+        raise BadResult(f"returned {describe(value)}. Return floating-point numbers, float64 like the arguments")
     return value
 
 
@@ -113,15 +125,15 @@ def run_checks(
     """
     for number, (name, check) in enumerate(checks.items()):
         try:
-            status, gap, note = check(trial)
+            result = check(trial)
         except Declined as declined:
             if number == 0:
                 return
-            status, gap, note = "ok", None, str(declined)
+            result = ("ok", None, str(declined))
         except BadResult as error:
-            status, gap, note = "bad", None, str(error)
-        yield Finding(function, case, name, status, gap, note)
-        if number == 0 and status == "bad":
+            result = ("bad", None, str(error))
+        yield Finding(function, case, name, *result)
+        if number == 0 and result[0] == "bad":
             return
 
 

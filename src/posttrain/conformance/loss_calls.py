@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from posttrain.conformance.cases import LEAVES, Config, FieldTensors, MicroBatches
-from posttrain.conformance.findings import BadResult, check_tensor
+from posttrain.conformance.findings import BadResult, check_tensor, in_one_line
 from posttrain.conformance.reference import reference_loss
 from posttrain.errors import PosttrainError, RunFailure
 from posttrain.registry import call
-from posttrain.untrusted import harmless
 
 LossFunction = Callable[[FieldTensors, Config, MicroBatches], Any]
-LONGEST_REASON = 200  # max characters of an exception message
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +57,11 @@ def call_safely(function: Callable[..., Any], *arguments: object) -> Any:
         return call("conformance", function, *arguments)
     except RunFailure as failure:
         cause = failure.__cause__
-        reason = str(failure) if cause is None else f"raised {type(cause).__name__}: {cause}"
-        shown = " ".join(harmless(reason).split())
-        raise BadResult(shown[:LONGEST_REASON]) from cause
+        if cause is None:
+            raise BadResult(in_one_line(str(failure))) from None
+        raise BadResult(in_one_line(f"raised {type(cause).__name__}: {cause}")) from cause
     except PosttrainError as error:
-        shown = " ".join(harmless(f"raised {type(error).__name__}: {error}").split())
-        raise BadResult(shown[:LONGEST_REASON]) from error
+        raise BadResult(in_one_line(f"raised {type(error).__name__}: {error}")) from error
 
 
 def run_loss(
@@ -76,8 +73,9 @@ def run_loss(
         BadResult: it raised, or did not return a scalar.
         Declined: unsupported configuration.
     """
-    rows = batch["mask"].shape[0]
-    split = [list(range(rows))] if micro_batches is None else [list(one) for one in micro_batches]
+    if micro_batches is None:
+        micro_batches = [range(len(batch["mask"]))]
+    split = [list(one) for one in micro_batches]
     leaves = {name: batch[name].clone().requires_grad_() for name in LEAVES}
     given = {name: x.clone() for name, x in batch.items()} | leaves
     value = check_tensor(call_safely(loss, given, config, split), (), "one number, a tensor of shape ()")
@@ -97,7 +95,10 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
-        reason = " ".join(harmless(str(error)).split())
-        raise BadResult(f"cannot be differentiated: {reason[:LONGEST_REASON]}") from error
-    pairs = zip(leaves.items(), found, strict=True)
-    return {name: torch.zeros_like(leaf) if one is None else one for (name, leaf), one in pairs}
+        raise BadResult(f"cannot be differentiated: {in_one_line(str(error))}") from error
+    gradients = {}
+    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+        gradients[name] = gradient
+        if gradient is None:
+            gradients[name] = torch.zeros_like(leaf)
+    return gradients

@@ -43,7 +43,7 @@ from posttrain.conformance.loss_calls import LossFunction, LossResult, run_loss,
 
 # Implausible values at padding, to detect if any is read.
 STRANGE = 3.0
-MEAN_OF_MEANS = "mean of the micro-batches' means"
+MEAN_OF_MEANS = "mean of micro-batch means"
 FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
 
 
@@ -65,7 +65,9 @@ class LossTrial:
 
     def uneven(self) -> Fields:
         """Four units, the first two short."""
-        return made_batch([1, 2, 2, 1, 7, 5, 6, 8][: 4 * self.each] if self.each == 2 else [1, 2, 7, 5])
+        if self.each == 2:
+            return made_batch([1, 2, 2, 1, 7, 5, 6, 8])
+        return made_batch([1, 2, 7, 5])
 
     def units(self, *numbers: int) -> list[int]:
         """Row indices of some units."""
@@ -79,37 +81,42 @@ class LossTrial:
 
 def same(found: LossResult, expected: LossResult) -> tuple[bool, float]:
     """Check if value and gradient agree up to rounding, and compute the largest gap."""
-    gap = max(
-        largest_gap(found.value.reshape(1), expected.value.reshape(1)), largest_gap(found.gradient, expected.gradient)
-    )
+    of_value = largest_gap(found.value.reshape(1), expected.value.reshape(1))
+    gap = max(of_value, largest_gap(found.gradient, expected.gradient))
     return gap <= limit_for(found.value), gap
 
 
 def judged(found: LossResult, expected: LossResult, wrong: str) -> CheckResult:
     """Build ``ok``, or ``fails`` with a note."""
     is_same, gap = same(found, expected)
-    return ("ok", gap, "") if is_same else failure(gap, wrong)
+    if is_same:
+        return "ok", gap, ""
+    return failure(gap, wrong)
 
 
 def failure(gap: float, wrong: str) -> CheckResult:
     """Build ``fails`` with a note; float32-sized gaps count as a convention."""
-    return ("convention", gap, MIXED) if gap <= MIXED_LIMIT else ("fails", gap, wrong)
+    if gap <= MIXED_LIMIT:
+        return "convention", gap, MIXED
+    return "fails", gap, wrong
 
 
 def _check_value(trial: LossTrial) -> CheckResult:
     """Value on equal-length rows."""
     batch = trial.even()
-    found, expected = trial.run(batch).value, run_reference(batch, trial.config).value
+    found = trial.run(batch).value
+    expected = run_reference(batch, trial.config).value
     gap = largest_gap(found.reshape(1), expected.reshape(1))
     if gap <= limit_for(found):
         return in_precision(("ok", gap, ""), found)
-    return failure(gap, f"is {float(found):.6g}, and by the equation {float(expected):.6g}")
+    return failure(gap, f"value {float(found):.6g}, expected {float(expected):.6g}")
 
 
 def _check_gradient(trial: LossTrial) -> CheckResult:
     """Its gradient, the part that trains."""
     batch = trial.even()
-    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    found = trial.run(batch)
+    expected = run_reference(batch, trial.config)
     gap = largest_gap(found.gradient, expected.gradient)
     if gap <= limit_for(found.value):
         return "ok", gap, ""
@@ -117,23 +124,25 @@ def _check_gradient(trial: LossTrial) -> CheckResult:
 
 
 def _explain_gradient(found: LossResult, expected: LossResult) -> str:
-    size, wanted = float(found.gradient.norm()), float(expected.gradient.norm())
+    size = float(found.gradient.norm())
+    wanted = float(expected.gradient.norm())
     if size == 0.0:
         return "no gradient reaches the log-probabilities"
     for name, one in expected.gradients.items():
         if bool((one != 0).any()) and not bool((found.gradients[name] != 0).any()):
             return f"no gradient reaches {name}"
-    return f"has the norm {size:.6g}, and by the equation {wanted:.6g}"
+    return f"gradient norm {size:.6g}, expected {wanted:.6g}"
 
 
 def _check_direction(trial: LossTrial) -> CheckResult:
     """A gradient step improves the objective."""
     batch = trial.even()
-    found, expected = trial.run(batch).gradients, run_reference(batch, trial.config).gradients
+    found = trial.run(batch).gradients
+    expected = run_reference(batch, trial.config).gradients
     for name, one in expected.items():
         product = float((found[name] * one).sum())
         if bool((one != 0).any()) and not product > 0.0:
-            return "fails", None, f"the gradient by {name} points away from that of the equation"
+            return "fails", None, f"the gradient with respect to {name} opposes the equation"
     return "ok", None, ""
 
 
@@ -143,7 +152,7 @@ def _check_on_policy(trial: LossTrial) -> CheckResult:
     batch["old_logprobs"] = batch["logprobs"].clone()
     batch["sampler_logprobs"] = batch["logprobs"].clone()
     expected = run_reference(batch, trial.config)
-    return judged(trial.run(batch), expected, "with equal policies it is not −A / N for each token")
+    return judged(trial.run(batch), expected, "for identical policies the gradient is not −A / N per token")
 
 
 def _check_zero_advantages(trial: LossTrial) -> CheckResult:
@@ -151,20 +160,21 @@ def _check_zero_advantages(trial: LossTrial) -> CheckResult:
     batch = trial.even()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     batch["row_advantages"] = torch.zeros_like(batch["row_advantages"])
-    return judged(trial.run(batch), run_reference(batch, trial.config), "advantages of 0 leave something")
+    return judged(trial.run(batch), run_reference(batch, trial.config), "zero advantages give a gradient")
 
 
 def _check_lengths(trial: LossTrial) -> CheckResult:
     """Unequal lengths: the loss's denominator."""
     batch = trial.uneven()
-    found, expected = trial.run(batch), run_reference(batch, trial.config)
+    found = trial.run(batch)
+    expected = run_reference(batch, trial.config)
     is_same, gap = same(found, expected)
     if is_same:
         return "ok", gap, ""
     for name in AGGREGATIONS:
         if trial.each == 1 and same(found, run_reference(batch, replace(trial.config, aggregation=name)))[0]:
-            return "convention", gap, f"{name} in place of {trial.config.aggregation}"
-    return failure(gap, "rows of other lengths are weighted otherwise")
+            return "convention", gap, f"{name} instead of {trial.config.aggregation}"
+    return failure(gap, "rows of unequal length get wrong weights")
 
 
 def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, accumulation: int) -> CheckResult:
@@ -178,8 +188,8 @@ def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, a
         return "convention", gap, MEAN_OF_MEANS
     by_means = _terms_by_means(found, whole, means)
     if by_means:
-        return "convention", gap, f"{MEAN_OF_MEANS} for the term of {', '.join(by_means)}"
-    return failure(gap, f"the gradient is {_ratio(found, whole)} times that of the whole batch")
+        return "convention", gap, f"{MEAN_OF_MEANS} for {', '.join(by_means)}"
+    return failure(gap, f"the gradient is {_ratio(found, whole)} times the full-batch gradient")
 
 
 def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> list[str]:
@@ -205,14 +215,19 @@ def _mean_of_means(trial: LossTrial, batch: FieldTensors, split: MicroBatches) -
             spread[name] = torch.zeros_like(batch[name])
             spread[name][list(rows)] = one
         part = LossResult(own.value / len(split), {name: one / len(split) for name, one in spread.items()})
-        total = part if total is None else total + part
+        if total is None:
+            total = part
+        else:
+            total = total + part
     assert total is not None, "a split has micro-batches"
     return total
 
 
 def _ratio(found: LossResult, whole: LossResult) -> str:
-    size, wanted = float(found.gradient.norm()), float(whole.gradient.norm())
-    return "many" if wanted == 0.0 else f"{size / wanted:.3g}"
+    wanted = float(whole.gradient.norm())
+    if wanted == 0.0:
+        return "many"
+    return f"{float(found.gradient.norm()) / wanted:.3g}"
 
 
 def _check_equal_split(trial: LossTrial) -> CheckResult:
@@ -238,14 +253,14 @@ def _check_row_order(trial: LossTrial) -> CheckResult:
     batch = trial.uneven()
     order = trial.units(2, 0, 3, 1)
     found = trial.run(select_rows(batch, order))
-    return judged(found, trial.run(batch).of_rows(order), "the order of the rows changes it")
+    return judged(found, trial.run(batch).of_rows(order), "row order changes the result")
 
 
 def _check_padding(trial: LossTrial) -> CheckResult:
     """Arbitrary values at untrained positions."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
-    return judged(found, trial.run(batch), "numbers at places that are not trained are read")
+    return judged(found, trial.run(batch), "values at masked positions change the result")
 
 
 def _check_nan_padding(trial: LossTrial) -> CheckResult:
@@ -256,7 +271,7 @@ def _check_nan_padding(trial: LossTrial) -> CheckResult:
     for content in (-1e10, float("-inf"), float("nan")):
         is_same, gap = same(trial.run(with_padding(batch, content)), expected)
         if not is_same:
-            return failure(gap, f"{content:g} at a place that is not trained changes it")
+            return failure(gap, f"{content:g} at a masked position changes the result")
         worst_gap = max(worst_gap, gap)
     return "ok", worst_gap, ""
 
@@ -266,14 +281,14 @@ def _check_width(trial: LossTrial) -> CheckResult:
     batch = trial.uneven()
     width = batch["mask"].shape[1]
     found = trial.run(widened(batch, 3)).of_columns(range(width))
-    return judged(found, trial.run(batch), "more columns of padding change it")
+    return judged(found, trial.run(batch), "extra padding changes the result")
 
 
 def _check_hole(trial: LossTrial) -> CheckResult:
     """Untrained tokens between trained ones, such as tool output."""
     batch = trial.even()
     found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
-    return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
+    return judged(found, trial.run(batch), "untrained tokens between trained ones change the result")
 
 
 def _check_empty_row(trial: LossTrial) -> CheckResult:
@@ -286,8 +301,8 @@ def _check_empty_row(trial: LossTrial) -> CheckResult:
     if is_same:
         return "ok", gap, ""
     if same(found, expected.scaled(rows / (rows + 1)))[0]:
-        return "convention", gap, "a row without trained tokens counts in the divisor"
-    return failure(gap, "a row without trained tokens changes it")
+        return "convention", gap, "fully masked rows count in the divisor"
+    return failure(gap, "a fully masked row changes the result")
 
 
 def _check_square(trial: LossTrial) -> CheckResult:
@@ -295,7 +310,7 @@ def _check_square(trial: LossTrial) -> CheckResult:
     rows = 4 * trial.each
     batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
     expected = trial.run(widened(batch, 1)).of_columns(range(rows))
-    return judged(trial.run(batch), expected, "with as many rows as tokens it is another number")
+    return judged(trial.run(batch), expected, "wrong result for as many rows as tokens")
 
 
 def _check_arguments(trial: LossTrial) -> CheckResult:
@@ -305,7 +320,7 @@ def _check_arguments(trial: LossTrial) -> CheckResult:
     part = trial.run(batch, [trial.units(0, 1)], accumulation=1)
     rest = part.of_rows(trial.units(2, 3))
     if bool((rest.gradient != 0).any()):
-        return "fails", None, "micro_batches is not used: rows of no micro-batch have a gradient"
+        return "fails", None, "micro_batches is not used: rows outside every micro-batch get gradients"
     changed = dict(batch) | {"mask": batch["mask"].clone()}
     changed["mask"][:, 3] = False
     if same(trial.run(changed), whole)[0]:
@@ -326,15 +341,17 @@ def _check_options(trial: LossTrial) -> CheckResult:
     largest = 0.0
     for name in acting_options(trial.config):
         value = getattr(trial.config, name)
-        changed = int(value * 2) if isinstance(value, int) else value * OPTION_FACTOR
+        changed = value * OPTION_FACTOR
+        if isinstance(value, int):
+            changed = value * 2
         option: dict[str, Any] = {name: changed}
         found = trial.run(batch, **option)
         expected = run_reference(batch, replace(trial.config, **option))
         if same(found, whole)[0] and not same(expected, whole)[0]:
-            return "fails", None, f"{name} does not act"
+            return "fails", None, f"{name} has no effect"
         largest = max(largest, same(found, expected)[1])
         if not same(found, expected)[0]:
-            return failure(largest, f"{name} acts otherwise than in the equation")
+            return failure(largest, f"{name} deviates from the equation")
     return "ok", largest, ""
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.conformance.advantages import check_advantages
-from posttrain.conformance.findings import Finding, worst
+from posttrain.conformance.findings import Finding, in_one_line, worst
 from posttrain.conformance.losses import check_losses
 from posttrain.conformance.rows import check_rows
 from posttrain.conformance.scores import check_scores
@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Finding]]]] = {
     "score": ("logits, tokens, temperature", check_scores),
     "rows": ("prompts, answers, pad, end", check_rows),
 }
-LONGEST_REASON = 300
 HEADER = ("function", "case", "checks", "largest gap", "at", "result")
 MOST_CASES = 4  # max cases named per line
 NUMBERS = (2, 3)  # right-aligned table columns
@@ -75,7 +74,8 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
         UsageError: the module cannot be imported, or defines none of the functions.
     """
     if isinstance(module, Mapping):
-        name, functions = "functions", dict(module)
+        name = "functions"
+        functions = dict(module)
     else:
         if isinstance(module, str | os.PathLike):
             name = str(module)
@@ -85,18 +85,19 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
             loaded = module
         else:
             raise UsageError(
-                f"module: {type(module).__name__} is none. Give a module, its name, a Python file, or functions by name"
+                f"module: {type(module).__name__} is not a module. Give a module, its name, a Python file, "
+                "or functions by name"
             )
         functions = {kind: getattr(loaded, kind) for kind in KINDS if hasattr(loaded, kind)}
     wanted = "; ".join(f"{kind}({arguments})" for kind, (arguments, _) in KINDS.items())
     if not functions:
-        raise UsageError(f"{name}: it has none of the functions that are checked. Give it one of {wanted}")
+        raise UsageError(f"{name}: no function to check. Define one of {wanted}")
     findings: list[Finding] = []
     for kind, function in functions.items():
         if kind not in KINDS:
-            raise UsageError(f"{name}: {kind}: no function of this name is checked. Known: {wanted}")
+            raise UsageError(f"{name}: {kind}: unknown function. Known: {wanted}")
         if not callable(function):
-            raise UsageError(f"{name}: {kind}: {type(function).__name__} is no function. Give one of {wanted}")
+            raise UsageError(f"{name}: {kind}: {type(function).__name__} is not a function. Give one of {wanted}")
         findings += KINDS[kind][1](function)
     return ConformanceReport(name, tuple(findings))
 
@@ -110,10 +111,12 @@ def load_module(name: str) -> ModuleType:
     if name in SHIPPED:
         name = f"{ADAPTERS}.{name}"
     try:
-        return call("module", _import_file if name.endswith(".py") else _import_name, name)
+        if name.endswith(".py"):
+            return call("module", _import_file, name)
+        return call("module", _import_name, name)
     except RunFailure as failure:
         cause = failure.__cause__
-        reason = " ".join(harmless(f"{type(cause).__name__}: {cause}").split())[:LONGEST_REASON]
+        reason = in_one_line(f"{type(cause).__name__}: {cause}")
         raise UsageError(
             f"{name}: it cannot be imported ({reason}). Give a module, a Python file, or {' or '.join(SHIPPED)}"
         ) from cause
@@ -129,7 +132,7 @@ def _import_name(name: str) -> ModuleType:
 def _import_file(name: str) -> ModuleType:
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"{name}: there is no such file. Give one, or the name of a module")
+        raise UsageError(f"{name}: no such file. Give a file or a module name")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -181,16 +184,16 @@ def _exceptions(findings: Sequence[Finding]) -> list[str]:
         if places:
             lines += ["", heading]
         for (function, check, note), cases in places.items():
-            shown = "; ".join(cases[:MOST_CASES])
+            named = "; ".join(cases[:MOST_CASES])
             more = len(cases) - MOST_CASES
             if more > 0:
-                shown += f"; and {more} more"
-            lines.append(f"  {function} {check}: {note} [{shown}]")
+                named += f"; and {more} more"
+            lines.append(f"  {function} {check}: {note} [{named}]")
     return lines
 
 
 def _summary(report: ConformanceReport) -> str:
     named = (("convention", "conventions"), ("fails", "fail"), ("bad", "cannot be compared"))
     others = [f"{report.count(status)} {text}" for status, text in named if report.count(status)]
-    parts = [f"{report.count('ok')} of {len(report.findings)} checks as in the equations", *others]
+    parts = [f"{report.count('ok')} of {len(report.findings)} checks match the equations", *others]
     return f"{harmless(report.module)}: {', '.join(parts)}"

@@ -7,7 +7,7 @@ and share the problems.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,8 +23,6 @@ NUM_RESAMPLES = 5_000
 USABLE = 0.05  # learning rates within this accuracy of the best are usable
 _SPAN = 10.0  # integration range, in standard deviations of a chi variable
 _NUM_NODES = 4001
-
-Statistic = Callable[["NDArray[np.float64]"], "NDArray[np.float64]"]
 
 
 def interquartile_mean(scores: ArrayLike) -> float:

@@ -22,7 +22,7 @@ from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.win_rate import measure_answer_kl, summarize_kl
 from posttrain.models.answer_end import write_ends
-from posttrain.models.config import Model, context_length
+from posttrain.models.config import context_length
 from posttrain.models.export_comparison import check_same, read_probe
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import (
@@ -41,8 +41,9 @@ from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, Componen
 from posttrain.sampling.base import Sampling
 from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
 from posttrain.sampling.rollout import Grader, Sampler
-from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors, write_json
+from posttrain.store.checkpoint_files import rename_into_place, seal
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, remove_tree, storage_errors, write_json
+from posttrain.types import Model
 from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.models.config import read_object
+from posttrain.models.config import ids_in, read_object, write_object
 from posttrain.untrusted import entries_of
 
 if TYPE_CHECKING:  # not needed for model cards
@@ -32,25 +31,25 @@ def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: Collectio
     ids = sorted(int(one) for one in ends)
     if not ids:
         return
-    known = ends_in(content)
-    if sorted(set(known)) != ids:
-        content["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    if sorted(set(ends_in(content))) != ids:
+        content["eos_token_id"] = ids
+        if len(ids) == 1:
+            content["eos_token_id"] = ids[0]
         content.pop("_from_model_config", None)  # else transformers takes the model's configuration
     if tokenizer.pad_token_id is not None:
         content.setdefault("pad_token_id", tokenizer.pad_token_id)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_object(path, content)
 
 
 def ends_in(content: dict[str, object]) -> list[int]:
     """Parse ``eos_token_id`` from a generation config."""
-    declared = content.get("eos_token_id")
-    ids = declared if isinstance(declared, list) else [declared]
-    return [one for one in ids if type(one) is int]
+    return [one for one in ids_in(content.get("eos_token_id")) if type(one) is int]
 
 
 def names_of_ends(folder: Path) -> list[str]:
     """Read a model folder's answer-ending token strings; empty if undeclared, or if the folder lacks a tokenizer."""
-    path, file = folder / GENERATION_CONFIG, folder / "tokenizer.json"
+    path = folder / GENERATION_CONFIG
+    file = folder / "tokenizer.json"
     if not path.is_file() or not file.is_file():
         return []
     tokens = entries_of(read_object(file).get("added_tokens"))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
+from posttrain.store.durable import write_json
 from posttrain.untrusted import entries_of, kind_of_file
 
-if TYPE_CHECKING:  # a causal language model, possibly peft-wrapped
+if TYPE_CHECKING:  # not needed for checks
     from transformers import PreTrainedConfig as Config
-    from transformers import PreTrainedModel as Model
 else:
-    Config = Model = Any
+    Config = Any
 
 # Upper bounds above any current model; keys follow transformers configurations.
 LARGEST: dict[str, int] = {
@@ -32,9 +32,9 @@ _DESCRIPTION = re.compile(
     r"(token|config|vocab|merges|index|manifest|template|processor|quantization).*\.(json|txt)$"
     r"|\.(jinja|model|tiktoken)$"
 )
-# Items such as labels, experts and layers, which libraries enumerate while reading a configuration.
 MAX_DEPTH = 50  # of objects in objects
 _SHOWN = 300  # characters of a place
+# Items such as labels, experts and layers, which libraries enumerate while reading a configuration.
 MAX_COUNT = 10**6
 _COUNT = re.compile(r"(num|n)_(?!.*(position|ctx|param|token))")
 # Some families list these per layer.
@@ -101,6 +101,20 @@ def read_object(place: Path) -> dict[str, Any]:
     return content
 
 
+def write_object(place: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object of a model folder as transformers does: sorted keys, two spaces."""
+    write_json(place, content, indent=2, sort_keys=True)
+
+
+def ids_in(declared: object) -> list[Any]:
+    """List what a configuration declares as a token id, a list of ids, or null."""
+    if declared is None:
+        return []
+    if isinstance(declared, list):
+        return declared
+    return [declared]
+
+
 def check_sizes(config: Mapping[str, Any], where: str, depth: int = 0) -> None:
     """Refuse impossible sizes, recursing into nested configurations; ``where`` prefixes each key.
 
@@ -155,7 +169,11 @@ def context_length(config: Config) -> int:
     text = config.get_text_config()
     # max_seq_len: MPT, whose attention biases end there
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return int(next((length for name in names if (length := getattr(text, name, None))), 1 << 20))
+    for name in names:
+        length = getattr(text, name, None)
+        if length:
+            return int(length)
+    return 1 << 20
 
 
 # Configuration keys measured in tokens: windows, chunks, original lengths for rotary scaling, temperature steps,
@@ -172,7 +190,8 @@ _WINDOWS = re.compile(
 
 def shortest_window(config: Config) -> int | None:
     """Find the longest row with full causal attention; None if unlimited."""
-    return min((n for n in _lengths_in(config.get_text_config().to_dict(), _WINDOWS) if n > 0), default=None)
+    lengths = _lengths_in(config.get_text_config().to_dict(), _WINDOWS)
+    return min((length for length in lengths if length > 0), default=None)
 
 
 def find_switches(config: Config, reach: int) -> tuple[int, ...]:
@@ -187,5 +206,7 @@ def _lengths_in(settings: Mapping[str, object], keys: re.Pattern[str], is_length
         if isinstance(value, Mapping):
             yield from _lengths_in(value, keys, found)
         elif found:
-            numbers = value if isinstance(value, list | tuple) else [value]
+            numbers = [value]
+            if isinstance(value, list | tuple):
+                numbers = [*value]
             yield from (int(n) for n in numbers if isinstance(n, int | float) and n is not True and n == int(n))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import RunFailure
-from posttrain.models.config import Model, context_length
+from posttrain.models.config import context_length
 from posttrain.randomness import generator
+from posttrain.types import Model
 
 MAX_GAP = 1e-4  # nats, for fp32 weights
 _WIDE = 5.0  # nats: above this log-probability spread, rounding errors grow proportionally
@@ -25,14 +26,14 @@ def read_probe(model: Model, chosen: Sequence[int] = ()) -> Tensor:
         chosen: ids to include, for example trained embedding rows. The highest vocabulary ids are always included.
     """
     table = model.get_input_embeddings().weight
-    size, width = int(table.shape[0]), min(_TOKENS, context_length(model.config))
+    size = int(table.shape[0])
+    width = min(_TOKENS, context_length(model.config))
     ids = generator(0, "export probe").integers(0, size, (_ROWS, width))
     wanted = [*range(max(0, size - _LAST_IDS), size), *chosen][: ids.size]
     ids.reshape(-1)[: len(wanted)] = wanted
     tokens = torch.from_numpy(ids).to(table.device)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits.log_softmax(-1).cpu()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).cpu()
 
 
 def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:
@@ -45,7 +46,9 @@ def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = Tr
         RunFailure: different models.
     """
     spread = float(trained.std(-1).max())
-    allowed = MAX_GAP * max(1.0, spread / _WIDE) if exact else 1e-2 + 0.1 * spread
+    allowed = 1e-2 + 0.1 * spread
+    if exact:
+        allowed = MAX_GAP * max(1.0, spread / _WIDE)
     size = min(trained.shape[-1], exported.shape[-1])
     gap = float(torch.nan_to_num((trained[..., :size] - exported[..., :size]).abs(), nan=torch.inf).max())
     if trained.shape != exported.shape:

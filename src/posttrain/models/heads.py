@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from posttrain.models.config import Model
 from posttrain.models.forward.fused import TokenScores
 from posttrain.randomness import derive_key
+from posttrain.types import Model
 
 
 def hidden_size(model: Model) -> int:
@@ -38,9 +38,11 @@ class ScalarHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[M]`` for one output, else ``[M, C]``, from ``hidden [M, d]``, in fp32 or float64."""
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         numbers = F.linear(hidden.to(dtype), self.weight.to(dtype))
-        return numbers[:, 0] if self.weight.shape[0] == 1 else numbers
+        if len(self.weight) == 1:
+            return numbers[:, 0]
+        return numbers
 
 
 def score_logits(
@@ -50,17 +52,31 @@ def score_logits(
 
     Candidate log-probabilities are ``[M, K]`` for ``candidates [M, K]``, else None. Results are fp32 or float64.
     """
-    scaled = logits if logits.dtype == torch.float64 else logits.float()
-    scaled = scaled if temperature == 1.0 else scaled / temperature
-    if entropy != "differentiable":
-        ids = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], dim=1)
-        logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
-        return logprobs[:, 0], entropies, None if candidates is None else logprobs[:, 1:]
-    table = scaled.log_softmax(dim=-1)
-    # 0 · (−inf) marks an impossible token, which adds nothing.
-    entropies = -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
-    of_candidates = None if candidates is None else table.gather(-1, candidates)
-    return table.gather(-1, targets[:, None])[:, 0], entropies, of_candidates
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    if entropy == "differentiable":
+        table = scaled.log_softmax(dim=-1)
+        # 0 · (−inf) marks an impossible token, which adds nothing.
+        entropies = -torch.linalg.vecdot(table.exp(), table.clamp(min=torch.finfo(table.dtype).min))
+        logprobs = table.gather(-1, targets[:, None])[:, 0]
+        if candidates is None:
+            return logprobs, entropies, None
+        return logprobs, entropies, table.gather(-1, candidates)
+    ids = targets[:, None]
+    if candidates is not None:
+        ids = torch.cat([ids, candidates], dim=1)
+    logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
+    if candidates is None:
+        return logprobs[:, 0], entropies, None
+    return logprobs[:, 0], entropies, logprobs[:, 1:]
+
+
+def _slope(result: Tensor, states: Tensor) -> Tensor | None:
+    """Differentiate each number ``[M]`` by its state: ``[M, d]``; None for constants."""
+    if not result.requires_grad:
+        return None
+    return torch.autograd.grad(result.sum(), states, retain_graph=True)[0]
 
 
 class WithSlopes(torch.autograd.Function):
@@ -76,12 +92,11 @@ class WithSlopes(torch.autograd.Function):
         with torch.enable_grad():
             states = states.detach().requires_grad_()
             results = run(states, ids)
-            slopes = [  # per state
-                torch.autograd.grad(x.sum(), states, retain_graph=True)[0] if x.requires_grad else None for x in results
-            ]
+            slopes = [_slope(x, states) for x in results]
         outputs = tuple(x.detach() for x in results)
+        constants = [x for x, slope in zip(outputs, slopes, strict=True) if slope is None]
         ctx.save_for_backward(*slopes)
-        ctx.mark_non_differentiable(*(x for x, slope in zip(outputs, slopes, strict=True) if slope is None))
+        ctx.mark_non_differentiable(*constants)
         return outputs
 
     @staticmethod

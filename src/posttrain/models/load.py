@@ -30,7 +30,8 @@ from posttrain.activity import phase
 from posttrain.data.render.chat_template import CHAT_TEMPLATE
 from posttrain.data.render.foreign import is_failure
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.models.config import Config, Model, check_folder, check_sizes, note_ties, read_object
+from posttrain.models.config import Config, check_folder, check_sizes, ids_in, note_ties, read_object
+from posttrain.models.forward.forward import causal_lm
 from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
     ADAPTER_CONFIG,
@@ -50,6 +51,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
 from posttrain.store import posix
+from posttrain.types import Model
 from posttrain.untrusted import kind_of_file, trusts_remote_code
 
 BASE_BITS = "base_quantization.json"
@@ -57,7 +59,6 @@ BASE_BITS = "base_quantization.json"
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 INDEX = "model.safetensors.index.json"
 _OF_AN_ADAPTER = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 MOST_PER_BYTE = 8  # 1-bit weights
 _FREE_WEIGHTS = 2**24
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
@@ -90,14 +91,19 @@ def load_model(
         UsageError: unknown model, unreachable hub, or not a causal language model.
         MissingExtra: quantized weights need a package that is missing.
     """
-    with phase(f"loading {section.name if section.init is None else 'a new model'}"):
-        return _load_model(section, seed, texts or iter(()), tokenizer)
+    name = section.name
+    if section.init is not None:
+        name = "a new model"
+    with phase(f"loading {name}"):
+        return _load_model(section, seed, texts, tokenizer)
 
 
 def _load_model(
-    section: ModelSection, seed: int, texts: Iterator[str], known: PreTrainedTokenizerFast | None
+    section: ModelSection, seed: int, texts: Iterator[str] | None, known: PreTrainedTokenizerFast | None
 ) -> LoadedModel:
     if section.init is not None:
+        if texts is None:
+            texts = iter(())
         model, tokenizer = _new_model(section.init, seed, texts)
         model = model.to(DTYPES[section.dtype])
         source = f"new {section.init.architecture}"
@@ -168,7 +174,7 @@ def _keep_norms_exact(model: Model) -> None:
 
 def quantized_bits(model: Model) -> Literal[4, 8] | None:
     """Find the bitsandbytes precision of linear layers (plain or adapted)."""
-    return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
+    return _bits_in(causal_lm(model).config)
 
 
 def _bits_in(config: Config) -> Literal[4, 8] | None:
@@ -259,9 +265,9 @@ def _check_files_of_tokenizer(source: str) -> None:
     from posttrain.models.patterns import check_tokenizer, check_tokenizer_config
 
     for name, check in (("tokenizer.json", check_tokenizer), ("tokenizer_config.json", check_tokenizer_config)):
-        place = cached_file(source, name, **OPTIONAL)
+        place = find_file(source, name)
         if place is not None:
-            check(Path(place).parent)
+            check(place.parent)
 
 
 def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
@@ -274,15 +280,26 @@ def _end_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
-    places = (cached_file(source, name, **OPTIONAL) for name in ("generation_config.json", "config.json"))
-    place = next(filter(None, places), None)
-    declared = None if place is None else read_object(Path(place)).get("eos_token_id")
-    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    place = find_file(source, "generation_config.json") or find_file(source, "config.json")
+    if place is None:
+        return frozenset()
+    declared = read_object(place).get("eos_token_id")
+    ids = ids_in(declared)
     if not all(type(index) is int for index in ids):
         raise UsageError(
             f"model.name: {place}: eos_token_id: an id or a list of ids is needed; got {shorten(declared)}"
         )
     return frozenset(ids) & tokenizer.added_tokens_decoder.keys()
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """Find a file of a model where transformers does, in a folder or on the hub; None if missing or unreachable."""
+    place = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    if place is None:
+        return None
+    return Path(place)
 
 
 @contextmanager
@@ -321,7 +338,7 @@ def _checked(source: str) -> str:
     Raises:
         UsageError: refused, with path and key.
     """
-    if _check_files_of_hub(source):
+    if ADAPTER_CONFIG in _descriptions_on_hub(source):
         from huggingface_hub import snapshot_download
 
         source = snapshot_download(source, allow_patterns=_OF_AN_ADAPTER)
@@ -329,24 +346,34 @@ def _checked(source: str) -> str:
     return source
 
 
-def _check_files_of_hub(source: str) -> bool:
-    """Check cached descriptions of a hub model like a folder's; returns True for adapters."""
+def _descriptions_on_hub(source: str) -> list[str]:
+    """List a hub model's description files, checked like a folder's; empty for local models."""
     if kind_of_file(source) != "nothing":
-        return False
-    places = {name: cached_file(source, name, **OPTIONAL) for name in ("config.json", INDEX, ADAPTER_CONFIG)}
-    for place in filter(None, places.values()):
-        check_folder(Path(place).parent)
-    return places[ADAPTER_CONFIG] is not None
+        return []
+    found = []
+    for name in ("config.json", INDEX, ADAPTER_CONFIG):
+        place = find_file(source, name)
+        if place is not None:
+            check_folder(place.parent)
+            found.append(name)
+    return found
 
 
 def weight_files(source: str) -> list[Path]:
     """Find safetensors files, fetching from the hub if needed; empty if any is missing."""
     if kind_of_file(source) != "nothing":
         return [place for place in Path(source).glob("*.safetensors") if kind_of_file(place) == "file"]
-    index = cached_file(source, INDEX, **OPTIONAL)
-    names = {"model.safetensors"} if index is None else set(read_object(Path(index))["weight_map"].values())
-    places = [cached_file(source, name, **OPTIONAL) for name in sorted(names)]
-    return [] if None in places else [Path(place) for place in places]
+    index = find_file(source, INDEX)
+    names = {"model.safetensors"}
+    if index is not None:
+        names = set(read_object(index)["weight_map"].values())
+    places = []
+    for name in sorted(names):
+        place = find_file(source, name)
+        if place is None:
+            return []
+        places.append(place)
+    return places
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
@@ -361,7 +388,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             model = _load_weights(folder, section)
         model.name_or_path = model.config._name_or_path = source
         return model
-    _check_files_of_hub(source)  # includes adapter bases
+    _descriptions_on_hub(source)  # checks adapter bases, too
     config = AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code)
     stored = _bits_in(config)
     if stored is not None and section.load_bits not in (None, stored):
@@ -382,7 +409,9 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             raise UsageError("model.device: mps cannot multiply quantized weights; use cpu, or leave load_bits out")
         from posttrain.models.quantize import load_quantized
 
-        bits = section.load_bits if stored is None else None
+        bits = None
+        if stored is None:
+            bits = section.load_bits
         model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
     if model.config.get_text_config().tie_word_embeddings:  # files may contain a separate head
@@ -547,14 +576,22 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: GPU unavailable.
     """
-    is_mps = name == "mps" and torch.backends.mps.is_available()
-    is_cuda = name in ("auto", "cuda") and torch.cuda.is_available()  # which starts the driver
-    if (name == "mps" and not is_mps) or (name == "cuda" and not is_cuda):
-        why = "torch sees no GPU" if name == "cuda" else "this torch sees no Apple GPU"
-        if name == "mps" and not torch.backends.mps.is_built():
+    if name == "mps":
+        if torch.backends.mps.is_available():
+            return torch.device("mps")
+        why = "this torch sees no Apple GPU"
+        if not torch.backends.mps.is_built():
             why = "this torch was built without it (it is for Macs)"
-        raise UsageError(f"model.device: {name} was asked for, but {why}; use model.device auto or cpu")
-    if name == "mps" or name == "cpu" or not is_cuda:
-        return torch.device("mps" if name == "mps" else "cpu")
+        raise _no_device(name, why)
+    if name == "cpu" or not torch.cuda.is_available():  # which starts the driver
+        if name == "cuda":
+            raise _no_device(name, "torch sees no GPU")
+        return torch.device("cpu")
     rank = local_rank()
-    return torch.device("cuda") if rank is None else torch.device("cuda", rank)
+    if rank is None:
+        return torch.device("cuda")
+    return torch.device("cuda", rank)
+
+
+def _no_device(name: str, why: str) -> UsageError:
+    return UsageError(f"model.device: {name} was asked for, but {why}; use model.device auto or cpu")

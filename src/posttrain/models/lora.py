@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from posttrain.errors import RecipeError, UsageError, first_line
-from posttrain.models.config import Model, note_ties, read_object
+from posttrain.models.config import note_ties, read_object
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE, first_names
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 from posttrain.registry import suggest
+from posttrain.types import Model
 from posttrain.untrusted import entries_of, fields_of, kind_of_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -65,16 +66,22 @@ def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
         raise RecipeError("model.adapter: this model already has an adapter; leave model.adapter out to train it on")
     kinds = {type(m) for _, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     _check_targets(model, section, Conv1D)
-    init = section.init_lora_weights
+    init: bool | str = section.init_lora_weights
+    is_default = init == "default"
+    if is_default:
+        init = True
+    alpha = section.alpha
+    if alpha is None:
+        alpha = section.rank
     config = LoraConfig(
         r=section.rank,
-        lora_alpha=section.rank if section.alpha is None else section.alpha,
+        lora_alpha=alpha,
         lora_dropout=section.dropout,
         target_modules=section.targets,
         target_parameters=section.target_parameters or None,
         use_dora=section.use_dora,
         use_rslora=section.use_rslora,
-        init_lora_weights=True if init == "default" else init,
+        init_lora_weights=init,
         fan_in_fan_out=Conv1D in kinds,  # GPT-2 stores transposed weights
         task_type="CAUSAL_LM",
     )
@@ -84,7 +91,7 @@ def apply_adapter(model: Model, section: AdapterSection, seed: int) -> Any:
             wrapped = get_peft_model(model, config)
         except ValueError as error:  # settings that do not go together
             raise RecipeError(f"model.adapter: {first_line(error)}") from error
-    if init == "default":
+    if is_default:
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if ".lora_A." in name:
@@ -102,7 +109,8 @@ def describe_reach(model: Model) -> list[str]:
     """Summarize which base matrices are adapted, and which stay untouched."""
     if not has_adapter(model):
         return []
-    reached, left = Counter[str](), Counter[str]()
+    reached = Counter[str]()
+    left = Counter[str]()
     tuner = model.base_model
     targets = {*(f"{name}.weight" for name in tuner.targeted_module_names), *tuner.targeted_parameter_names}
     for name, parameter in model.get_base_model().named_parameters():
@@ -110,8 +118,11 @@ def describe_reach(model: Model) -> list[str]:
             continue
         name = name.replace(".base_layer", "")
         parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdecimal()]
-        is_reached = name in targets or ".token_adapter." in name  # embedding rows
-        (reached if is_reached else left)[".".join(parts[-2:])] += parameter.numel()
+        kind = ".".join(parts[-2:])
+        if name in targets or ".token_adapter." in name:  # embedding rows
+            reached[kind] += parameter.numel()
+        else:
+            left[kind] += parameter.numel()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = f"{sum(left.values()):,} of {sum(left.values()) + sum(reached.values()):,} weights"
     line = f"model.adapter: {trained:,} parameters reach {', '.join(sorted(reached))}"
@@ -169,7 +180,9 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
     if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
         return None
     if module.merged:
-        return None if module.disable_adapters else (base, [])
+        if module.disable_adapters:
+            return None
+        return base, []
     if module.disable_adapters:
         return base, []
     terms = []
@@ -273,7 +286,8 @@ def merge_adapter(model: Model) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # see below
         merged = model.merge_and_unload()
-    embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    embedding = merged.get_input_embeddings()
+    head = merged.get_output_embeddings()
     if head is None:
         return merged
     # Shared adapters are multiplied separately on both sides, so rounding could differ.
@@ -309,12 +323,15 @@ def _check_settings(place: Path, config_type: Any) -> None:
                 f"model.name: {place}: {key} ({shorten(value)}) acts only where peft's own wrapper is called with "
                 "a whole prompt, and training and sampling call the model inside; train an adapter without it"
             )
-        default, wanted = defaults.get(key), "true or false"
-        is_wrong = isinstance(default, bool) and not isinstance(value, bool | None)
-        is_wrong = is_wrong and not (key == "init_lora_weights" and isinstance(value, str))
+        wanted = "true or false"
         if key in ("r", "lora_alpha"):
-            wanted, is_wrong = "a number", isinstance(value, bool) or not isinstance(value, int | float)
-        if is_wrong:
+            wanted = "a number"
+            is_right = isinstance(value, int | float) and not isinstance(value, bool)
+        elif isinstance(defaults.get(key), bool):
+            is_right = isinstance(value, bool | None) or (key == "init_lora_weights" and isinstance(value, str))
+        else:
+            is_right = True
+        if not is_right:
             raise UsageError(f"model.name: {place}: {key}: {wanted} is needed; got {shorten(value)}")
 
 
@@ -324,12 +341,13 @@ def _check_growth(settings: Mapping[str, Any], folder: Path) -> None:
     Raises:
         UsageError: refused, with path and key.
     """
-    where, largest = f"model.name: {folder / ADAPTER_CONFIG}: ", MAX_FREE_RANK
+    where = f"model.name: {folder / ADAPTER_CONFIG}: "
+    largest = MAX_FREE_RANK
     if kind_of_file(folder / ADAPTER_WEIGHTS) == "file":
         with _open_weights(folder / ADAPTER_WEIGHTS) as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" in name]  # noqa: SIM118
-        largest = max((min(shape) for shape in shapes if shape), default=0)
-        largest = max(largest, MAX_FREE_RANK)
+        stored = [min(shape) for shape in shapes if shape]
+        largest = max([MAX_FREE_RANK, *stored])
     ranks = {"r": settings.get("r"), **fields_of(settings.get("rank_pattern"))}
     for name, rank in ranks.items():
         if isinstance(rank, int | float) and not rank <= largest:
@@ -384,8 +402,11 @@ def _read_whole_weights(base: Model, path: Path) -> set[str]:
 
 
 def _resize_vocabulary(base: Model, rows: Mapping[str, int]) -> None:
-    table, head = base.get_input_embeddings().weight, base.get_output_embeddings()
-    weights = [table] if head is None or head.weight is table else [table, head.weight]
+    table = base.get_input_embeddings().weight
+    head = base.get_output_embeddings()
+    weights = [table]
+    if head is not None and head.weight is not table:
+        weights.append(head.weight)
     names = [name for name, parameter in base.named_parameters() if any(parameter is weight for weight in weights)]
     sizes = {rows.get(name, len(table)) for name in names}
     if len(sizes) == 1 and sizes != {len(table)}:
@@ -441,11 +462,14 @@ def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
     if not is_off and _is_plain(wrapper):
         for leaf, tensor in wrapper.get_base_layer().named_parameters():
             active = [name for name in wrapper.active_adapters if name in wrapper.scaling and leaf == "weight"]
-            terms = (wrapper.get_delta_weight(name) for name in active)
-            yield leaf, sum(terms, start=tensor.detach().float()) if active else tensor
+            if active:
+                terms = (wrapper.get_delta_weight(name) for name in active)
+                tensor = sum(terms, start=tensor.detach().float())
+            yield leaf, tensor
+    elif is_off and isinstance(wrapper, BaseTunerLayer):
+        yield from wrapper.get_base_layer().named_parameters()
     elif is_off:
-        is_tuner = isinstance(wrapper, BaseTunerLayer)
-        yield from (wrapper.get_base_layer() if is_tuner else wrapper.original_module).named_parameters()
+        yield from wrapper.original_module.named_parameters()
     else:
         copied = copy.deepcopy(wrapper)
         if hasattr(copied, "unload_and_optionally_merge_module"):

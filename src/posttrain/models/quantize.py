@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import MissingExtra
-from posttrain.models.config import Model
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
+from posttrain.types import Model
 
 Bits = Literal[4, 8]
 
@@ -51,8 +51,10 @@ def load_quantized(
     Raises:
         OSError, ValueError, ...: any transformers loading error.
     """
-    how = {} if bits is None else {"quantization_config": quantization_config(bits)}  # a None would say: plain weights
-    model, loading_info = AutoModelForCausalLM.from_pretrained(source, device_map={"": device}, **options, **how)
+    arguments: dict[str, object] = {**options, "device_map": {"": device}}
+    if bits is not None:  # a None would request plain weights
+        arguments["quantization_config"] = quantization_config(bits)
+    model, loading_info = AutoModelForCausalLM.from_pretrained(source, **arguments)
     for module in model.modules():  # every quantized layer multiplies as described above
         if type(module) is bitsandbytes.nn.Linear8bitLt and module.weight.dtype == torch.int8:
             module.__class__ = Int8Linear
@@ -91,7 +93,9 @@ class _DequantizedProduct(torch.autograd.Function):
 def _multiply_dequantized(layer: Any, x: Tensor) -> Tensor:
     """``x W^T + b`` of a quantized layer."""
     product = _DequantizedProduct.apply(x, layer)
-    return product if layer.bias is None else product + layer.bias.to(x.dtype)
+    if layer.bias is None:
+        return product
+    return product + layer.bias.to(x.dtype)
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -122,10 +126,12 @@ class NF4Linear(bitsandbytes.nn.Linear4bit):
         """Dequantize to ``[out, in]``."""
         # Reshaped to single-block rows: bitsandbytes 0.50 reads wrong scales on CPUs if rows end inside a block.
         state = copy.copy(self.weight.quant_state)
-        packed, shape = self.weight.data.view(torch.uint8).flatten(), state.shape
+        packed = self.weight.data.view(torch.uint8).flatten()
+        shape = state.shape
         blocks = state.absmax.numel()
         packed = F.pad(packed, (0, blocks * state.blocksize // 2 - packed.numel()))
-        state.shape, state.dtype = torch.Size((blocks, state.blocksize)), dtype
+        state.shape = torch.Size((blocks, state.blocksize))
+        state.dtype = dtype
         return bitsandbytes.functional.dequantize_4bit(packed, state).flatten()[: shape.numel()].view(shape)
 
     forward = _multiply_dequantized
@@ -147,7 +153,8 @@ def _plain_layer(layer: Any, weight: Tensor) -> nn.Module:
     plain: Any
     with torch.device("meta"):
         if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2 stores transposed weights
-            plain, weight = Conv1D(layer.out_features, layer.in_features), weight.t().contiguous()
+            plain = Conv1D(layer.out_features, layer.in_features)
+            weight = weight.t().contiguous()
         else:
             plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     plain.weight = nn.Parameter(weight)

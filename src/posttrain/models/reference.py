@@ -51,13 +51,12 @@ class Reference:
     @torch.no_grad()
     def move(self, mixing: float) -> None:
         """``ref ← α π + (1 − α) ref`` for every weight, with α = ``mixing``."""
-        assert self._frozen is not None, "a reference that moves has weights of its own"
         live = dict(self._live.model.named_parameters())
-        for name, own in self._frozen.model.named_parameters():
+        for name, own in self.tensors().items():
             own.mul_(1.0 - mixing).add_(live[name], alpha=mixing)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Collect weights by parameter name, for checkpoints."""
+        """Collect a moving reference's weights by parameter name."""
         assert self._frozen is not None, "a reference that moves has weights of its own"
         return {name: own.detach() for name, own in self._frozen.model.named_parameters()}
 

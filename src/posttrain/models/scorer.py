@@ -6,7 +6,6 @@ token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from posttrain.models.config import Model
+from posttrain.models.config import read_object, write_object
 from posttrain.models.load import ONE_FILE
 from posttrain.models.lora import ADAPTER_SCORE, ADAPTER_WEIGHTS, CLASSIFIER_TASK
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
+from posttrain.types import Model
+from posttrain.untrusted import entries_of
 
 LABEL = "reward"
 
@@ -25,7 +26,9 @@ LABEL = "reward"
 def classifier_class(model: Model) -> str | None:
     """Find transformers' sequence classifier for this architecture; None if unsupported."""
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
-    return None if known is None else str(known.__name__)
+    if known is None:
+        return None
+    return str(known.__name__)
 
 
 def save_scorer(
@@ -46,13 +49,16 @@ def save_scorer(
     name = classifier_class(model)
     if name is None or weight.shape[0] != 1:
         return False
-    written = {**(model.state_dict() if weights is None else weights), SCORE: weight.detach().cpu().clone()}
-    model.save_pretrained(path, state_dict=written, **({} if weights is None else ONE_FILE))
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    score = {SCORE: weight.detach().cpu().clone()}
+    if weights is None:
+        model.save_pretrained(path, state_dict={**model.state_dict(), **score})
+    else:
+        model.save_pretrained(path, state_dict={**weights, **score}, **ONE_FILE)
+    config = read_object(path / "config.json")
     config |= {"architectures": [name], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
     if config.get("pad_token_id") == end_id:
         config["pad_token_id"] = None
-    _write_json(path / "config.json", config)
+    write_object(path / "config.json", config)
     return True
 
 
@@ -63,13 +69,9 @@ def save_adapter_scorer(path: Path, model: Model, weight: Tensor) -> bool:
     """
     if classifier_class(model.get_base_model()) is None or weight.shape[0] != 1:
         return False
-    settings = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    whole = [*(settings.get("modules_to_save") or []), SCORE.removesuffix(".weight")]
-    _write_json(path / ADAPTER_CONFIG, settings | {"task_type": CLASSIFIER_TASK, "modules_to_save": whole})
+    settings = read_object(path / ADAPTER_CONFIG)
+    whole = [*entries_of(settings.get("modules_to_save")), SCORE.removesuffix(".weight")]
+    write_object(path / ADAPTER_CONFIG, settings | {"task_type": CLASSIFIER_TASK, "modules_to_save": whole})
     tensors = load_file(path / ADAPTER_WEIGHTS) | {ADAPTER_SCORE: weight.detach().cpu().clone()}
     save_file(tensors, path / ADAPTER_WEIGHTS, {"format": "pt"})
     return True
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -105,9 +105,12 @@ def refuse_out_of_reach(name: str) -> None:
 
     if (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
         return
-    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    elif _answers(constants.ENDPOINT):
         return
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+    else:
+        why = f"{constants.ENDPOINT} does not answer"
     raise UsageError(
         f"{shorten(name)}: no such run or folder here, nor in the cache of the hub, and the hub cannot be asked "
         f"({why}). Download the model beforehand and give its folder, or use the embedded one, tiny"
@@ -178,10 +181,10 @@ def check_files(source: str) -> None:
 
 
 def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
-    other = next(iter(sorted(folder.glob(pickled))), None)
-    if other is not None and not any(folder.glob(safe)):
+    others = sorted(folder.glob(pickled))
+    if others and not any(folder.glob(safe)):
         raise UsageError(
-            f"model.name: {other} is a pickle, and loading one can run any code; give the weights as safetensors "
+            f"model.name: {others[0]} is a pickle, and loading one can run any code; give the weights as safetensors "
             "(save_pretrained writes them with safe_serialization=True)"
         )
 
@@ -209,15 +212,16 @@ def base_of(adapter: str) -> str:
         return str(embedded)
     if Path(base).name in PUBLISHED and kind_of_file(base) == "nothing":  # in another user's cache
         return resolve_model_name(Path(base).name)
-    above = None
     if not Path(base).is_absolute() and ".." not in Path(base).parts and kind_of_file(base) == "nothing":
-        above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
-    if above is None and is_missing(base):
+        for parent in Path(adapter).absolute().parents:
+            if (parent / base).is_dir():
+                return resolve_model_name(str(parent / base))
+    if is_missing(base):
         raise UsageError(
             f"model.name: {place}: this adapter names the base {shorten(base)}, which is not there, neither from here "
             "nor from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
         )
-    return resolve_model_name(base if above is None else str(above))
+    return resolve_model_name(base)
 
 
 def first_names(names: Iterable[str]) -> str:
@@ -232,7 +236,9 @@ def first_names(names: Iterable[str]) -> str:
 def _configuration_class(message: str) -> str:
     """Extract the class name from transformers' unsupported-configuration error."""
     named = re.search(r"<class '[\w.]*?(\w+)'>", message)
-    return "unknown" if named is None else named[1]
+    if named is None:
+        return "unknown"
+    return named[1]
 
 
 def explain_loading(name: str, source: str, error: BaseException) -> str:

@@ -20,6 +20,7 @@ from posttrain.process_group import own_part
 from posttrain.recipes.other_models import HeadSection
 from posttrain.registry import Entry
 
+NUM_SHOWN = 5
 Fill = Callable[[Tensor, Tensor], object]
 
 
@@ -43,7 +44,9 @@ def forward_with_head(
     like = next(model.parameters())
     head.to(like.device, torch.promote_types(like.dtype, torch.float32))
     if kind == "score":
-        reads: Reads = "last" if entry.traits["level"] == "pair" else "at"  # pairwise ranking needs only a single logit
+        reads: Reads = "at"
+        if entry.traits["level"] == "pair":  # ranking needs a single number
+            reads = "last"
         return policy.alike(model, head, reads, scores_only=True), {"head": head}
     if section.trunk == "shared":
         return policy.alike(model, head), {"head": head}
@@ -83,12 +86,13 @@ def copy_tensors(
         if name not in live:
             wrong.append(f"{name} is not in the model")
         elif (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):
-            theirs, ours = (f"{t.dtype} {list(t.shape)}" for t in (tensor, live[name]))
+            theirs = f"{tensor.dtype} {list(tensor.shape)}"
+            ours = f"{live[name].dtype} {list(live[name].shape)}"
             wrong.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
     if wrong:
-        shown = "; ".join(wrong[:5])
-        if len(wrong) > 5:
-            shown += f"; and {len(wrong) - 5} more"
+        shown = "; ".join(wrong[:NUM_SHOWN])
+        if len(wrong) > NUM_SHOWN:
+            shown += f"; and {len(wrong) - NUM_SHOWN} more"
         raise CheckpointError(
             f"{place}: this checkpoint is of another model: {shown}. Resume with the recipe that wrote it "
             "(recipe.yaml in the run's directory)"

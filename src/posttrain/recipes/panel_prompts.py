@@ -14,6 +14,8 @@ PANEL = "panel"  # the name under which the answers are recorded
 MAX_PROMPTS = 64
 MAX_PROMPT_CHARS = 20_000
 _MAX_FILE_BYTES = 8 * MAX_PROMPTS * MAX_PROMPT_CHARS  # a character takes at most 6 bytes in JSON, with room for keys
+_MAX_DIGITS = 300
+_OF_A_PROMPT = ("system", "system_prompt", "system_message", "messages", "tools", "chat_template_kwargs")
 _FORMS = "Give a list of prompts, or a file: .txt (one a line), .json (a list), .jsonl (rows with 'prompt')"
 
 
@@ -81,10 +83,13 @@ def _parse(text: str, suffix: str) -> list[str]:
             raise ValueError(f"the file holds no list. {_FORMS}")
         values = content
     elif suffix in (".jsonl", ".ndjson"):
-        for number, line in enumerate(text.strip().splitlines(), start=1):
-            values.append(_load(line, f"line {number}"))
+        for number, line in enumerate(text.split("\n"), start=1):  # not at U+2028, which JSON may hold
+            if line.strip():
+                values.append(_load(line, f"line {number}"))
     elif suffix in ("", ".txt"):
-        return text.strip("\r\n").splitlines()
+        lines = text.strip("\n").split("\n")
+        if any(lines):
+            return lines
     else:
         raise ValueError(f"files that end in {suffix} are not read here. {_FORMS}")
     prompts: list[str] = []
@@ -92,6 +97,7 @@ def _parse(text: str, suffix: str) -> list[str]:
         prompt = value
         if isinstance(value, dict):
             prompt = value.get("prompt")
+            _refuse_other_parts(value, number)
         if not isinstance(prompt, str):
             raise ValueError(f"prompt {number} (counted from 0) is no text: {shorten(value)}. {_FORMS}")
         try:
@@ -102,8 +108,36 @@ def _parse(text: str, suffix: str) -> list[str]:
     return prompts
 
 
+def _refuse_other_parts(row: dict[str, object], number: int) -> None:
+    """Refuse what would be part of a prompt elsewhere; a panel has a user's text alone."""
+    for name in _OF_A_PROMPT:
+        if row.get(name):
+            raise ValueError(
+                f"prompt {number} (counted from 0) has {name!r}, which is not read here: a panel asks a user's text "
+                "alone. Remove the key"
+            )
+
+
 def _load(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        return _JSON.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg}). {_FORMS}") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"it has a number of {len(digits):,} digits. {_FORMS}")
+    return int(digits)
+
+
+def _without_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {shorten(twice)} twice in an object. Remove one")
+    return row
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_without_twice, parse_int=_whole_number)

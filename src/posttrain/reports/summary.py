@@ -63,6 +63,9 @@ def write_summary(folder: str | Path) -> Path:
     write_results(run, recipe.fingerprint(), rows, points)
     lead = [describe_settings(recipe)]
     lead += [f"Warning: {warning}." for warning in learning_warnings(rows).values()]
+    fixed_prompts: list[Transcript] = []
+    if recipe.eval.prompts:
+        fixed_prompts = _fixed_prompts(run.folder, recipe.prompt.template, points)
     report = RunReport(
         title=title,
         lead=" ".join(lead),
@@ -70,7 +73,7 @@ def write_summary(folder: str | Path) -> Path:
         stages=_stages(points, primary),
         stages_note=note_on(points, primary),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "Recorded metrics by step.")],
-        fixed_prompts=_panel(run.folder, recipe, points),
+        fixed_prompts=fixed_prompts,
         transcripts=_before_and_after(run.folder, recipe.prompt.template, points, primary),
         transcripts_note=f"The same {primary.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
@@ -250,13 +253,11 @@ def _label(step: int) -> str:
     return f"after {step} steps"
 
 
-def _panel(folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint]) -> list[Transcript]:
-    """The fixed prompts (``eval.prompts``) with their answers at evaluations that are spread over the run."""
-    if not recipe.eval.prompts:
-        return []
+def _fixed_prompts(folder: Path, template: Component, points: Sequence[EvaluationPoint]) -> list[Transcript]:
+    """Collect fixed prompts (``eval.prompts``) with their answers at evaluations spread over the run."""
     steps = spread_steps({point.step for point in points})
     store = RolloutStore(folder / "rollouts.db", read_only=True)
-    extract = build_template(recipe.prompt.template).extract
+    extract = build_template(template).extract
     by_prompt: dict[str, list[RecordedRollout]] = {}
     texts = []
     for step in steps:

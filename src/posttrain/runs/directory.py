@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
+from posttrain.folders import folder_name
 from posttrain.option_types import shorten
 from posttrain.recipes.document import is_place
 from posttrain.recipes.overriding import flatten
@@ -131,7 +132,7 @@ def name_of_recipe(recipe_name: str) -> str:
         plain = path.stem
     else:
         plain = recipe_name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.")[:MAX_NAME_CHARS] or "run"
+    return folder_name(plain)[:MAX_NAME_CHARS] or "run"
 
 
 def find_run(root: str | Path, name: str) -> Path:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -32,11 +31,11 @@ from posttrain.store.checkpoint_files import (
     Unverified,
     best_step,
     checkpoint_steps,
-    remove_tree,
+    digest_of,
     step_folder,
     verify,
 )
-from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
+from posttrain.store.durable import aside_of, remove_asides, remove_tree, storage_errors, sync_folder
 from posttrain.untrusted import code, harmless, paragraph, plain
 
 if TYPE_CHECKING:  # listing runs imports no torch
@@ -332,9 +331,8 @@ def _copy_files(source: Path, content: Path, digests: Mapping[str, str]) -> None
     for name, digest in digests.items():
         (content / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, content / name, follow_symlinks=False)
-        with (content / name).open("rb") as copied:
-            if file_digest(copied, "sha256").hexdigest() != digest:
-                raise StorageError(f"{name}: the copy differs from the checkpoint; try a different disk")
+        if digest_of(content / name) != digest:
+            raise StorageError(f"{name}: the copy differs from the checkpoint; try a different disk")
 
 
 def _verified(source: Path) -> dict[str, str]:

@@ -68,14 +68,33 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
     if options is None or (recipe.environment is None and not recipe.tools):
         return None
     toolset = build_toolset(recipe.environment, recipe.tools or ())
-    form = call_form(tokenizer, template)
+    sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
+    refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
     limits: dict[str, Any] = {}
-    for key, default in TURN_DEFAULTS.items():
+    for key in TURN_DEFAULTS:
         limits[key] = getattr(options, key)
-        if limits[key] is None:  # in a stored recipe that was changed since
-            limits[key] = default
+    return set_stage(toolset, template, tokenizer, limits, options.max_turn_tokens)
+
+
+def set_stage(
+    toolset: Toolset,
+    template: Template,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Mapping[str, Any],
+    max_turn_tokens: int | None = None,
+) -> Stage:
+    """Set a stage for a toolset. ``limits``: values for ``TURN_DEFAULTS``, replacing defaults unless None.
+
+    Raises:
+        UsageError: tool descriptions contain special tokens, or a chat template that rewrites history.
+    """
+    form = call_form(tokenizer, template)
+    chosen = dict(TURN_DEFAULTS)
+    for key, value in limits.items():
+        if value is not None:  # in a stored recipe that was changed since
+            chosen[key] = value
     schemas = toolset.schemas
-    if limits["show_tools"] and schemas:
+    if chosen["show_tools"] and schemas:
         marker = find_marker(schemas, form, tokenizer)
         if marker:
             toolset.close()
@@ -84,8 +103,6 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
                 "in another way, or leave that tool out"
             )
         template = show_tools(template, schemas, form)
-    sees_feedback = recipe.teacher is not None and recipe.teacher.sees == "environment"
-    refuse_unpaid(toolset, [component.name for component in recipe.rewards], wants_feedback=sees_feedback)
     said_frame = None
     if toolset.responder is not None:
         said_frame = reply_frame(tokenizer, template, ("user",))
@@ -94,10 +111,10 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: PreTrainedTokeniz
         template,
         form,
         reply_frame(tokenizer, template),
-        max_turns=limits["max_turns"],
-        tool_seconds=limits["tool_seconds"],
-        retries=limits["retries"],
-        max_turn_tokens=options.max_turn_tokens,
+        max_turns=int(chosen["max_turns"]),
+        tool_seconds=float(chosen["tool_seconds"]),
+        retries=int(chosen["retries"]),
+        max_turn_tokens=max_turn_tokens,
         said_frame=said_frame,
     )
 
@@ -144,7 +161,7 @@ def find_marker(
 
 
 @dataclass(slots=True)
-class _Actor:
+class Actor:
     """A completion in progress with its session."""
 
     session: Session
@@ -162,7 +179,7 @@ class _Actor:
 class EpisodeRespondent:
     """Replies to turns from many completions (``sampling.base.Respondent``)."""
 
-    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, _Actor]) -> None:
+    def __init__(self, stage: Stage, tokenizer: PreTrainedTokenizerBase, actors: Mapping[Place, Actor]) -> None:
         self.stage = stage
         self.tokenizer = tokenizer
         self.actors = actors
@@ -234,7 +251,7 @@ class EpisodeRespondent:
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _pass_on(self, actor: _Actor, turn: HeardTurn) -> Reply:
+    def _pass_on(self, actor: Actor, turn: HeardTurn) -> Reply:
         """Wait for what the environment says to a turn, and encode it."""
         session = actor.session
         said = session.replied(turn, actor.response)
@@ -265,7 +282,7 @@ class EpisodeRespondent:
         actor.prompt = tuple(frame.encode(self.tokenizer, self.stage.template, said.contents, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _begin(self, actor: _Actor, request: Request) -> EnvironmentJob | Call:
+    def _begin(self, actor: Actor, request: Request) -> EnvironmentJob | Call:
         """Start a call and return its job, or a result if it cannot start."""
         tools = self.stage.toolset.tools
         if request.wrong:
@@ -340,11 +357,11 @@ class Episodes:
         for i, g in places:
             if not sessions[i, g].failure:
                 of_prompt.setdefault(i, []).append(g)
-        actors: dict[Place, _Actor] = {}
+        actors: dict[Place, Actor] = {}
         engine_places: dict[Place, Place] = {}  # position within the engine's smaller batch
         for n, (i, samples) in enumerate(of_prompt.items()):
             for k, g in enumerate(samples):
-                actors[n, k] = _Actor(sessions[i, g], prompts[i, g])
+                actors[n, k] = Actor(sessions[i, g], prompts[i, g])
                 engine_places[i, g] = (n, k)
         groups = self.engine.converse(
             [prompts[i, samples[0]] for i, samples in of_prompt.items()],

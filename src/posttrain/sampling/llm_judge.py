@@ -50,6 +50,13 @@ _TURN_MARKS = re.compile(
     r"\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT)\])"
 )
 Failure = Literal["timeout", "crash"]
+# Options of rewards that ask a judge.
+Temperature = Annotated[float, Field(ge=0)] | None
+ReplyTokens = Annotated[int, Field(ge=1)]
+Concurrency = Annotated[int, Field(ge=1, le=256)]
+Retries = Annotated[int, Field(ge=0, le=20)]
+TimeoutSeconds = Annotated[float, Field(gt=0)]
+FailureShare = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +327,12 @@ def judge(
     scale: tuple[int, int] = (1, 10),
     known_answer: bool = True,
     structured: bool = True,
-    temperature: Annotated[float, Field(ge=0)] | None = 0.0,
-    max_tokens: Annotated[int, Field(ge=1)] = 1024,
-    concurrency: Annotated[int, Field(ge=1, le=256)] = 8,
-    retries: Annotated[int, Field(ge=0, le=20)] = 4,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
-    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    temperature: Temperature = 0.0,
+    max_tokens: ReplyTokens = 1024,
+    concurrency: Concurrency = 8,
+    retries: Retries = 4,
+    timeout_seconds: TimeoutSeconds = 120.0,
+    max_failures: FailureShare = 0.1,
 ) -> list[MeasuredReward]:
     """Score from an LLM judge following a rubric: ``r = (score − lowest) / (highest − lowest)``, from 0 to 1.
 

@@ -96,6 +96,10 @@ class ModelSource:
             reason = "not trained in a run here, and without a chat template"
         return f"{self.label}: prompt template {self.template.name} ({reason}); --template NAME takes another"
 
+    def keeps(self, template: Component | None) -> bool:
+        """Check if a template (None: the model's) is the one that the model was trained with."""
+        return template is None or template.name == self.template.name
+
     @property
     def max_tokens(self) -> int:
         """Answer length limit from the recipe, or ``DEFAULT_MAX_TOKENS``."""
@@ -138,7 +142,7 @@ def plays(source: ModelSource, template: Component | None) -> bool:
         return False
     if recipe.environment is None and not recipe.tools:
         return False
-    return template is None or template.name == source.template.name
+    return source.keeps(template)
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -228,7 +232,7 @@ def grader_for(source: ModelSource, template: Component | None) -> Grader:
     """
     component = template or source.template
     rewards = [RewardComponent(name="correct")]
-    if source.recipe is not None and component.name == source.template.name:
+    if source.recipe is not None and source.keeps(template):
         rewards = source.recipe.rewards
     plain = []
     for reward in rewards:
@@ -244,12 +248,11 @@ def check_rewards(source: ModelSource, template: Component | None) -> None:
     Raises:
         UnallowedCode: the recipe names reward code that was not allowed.
     """
-    if source.recipe is None:
+    if source.recipe is None or not source.keeps(template):
         return
-    if template is None or template.name == source.template.name:
-        for index, reward in enumerate(source.recipe.rewards):
-            if not registry.is_lost(reward.name):  # defined in a notebook, so it cannot be imported
-                registry.find("reward", reward.name, f"rewards.{index}")
+    for index, reward in enumerate(source.recipe.rewards):
+        if not registry.is_lost(reward.name):  # defined in a notebook, so it cannot be imported
+            registry.find("reward", reward.name, f"rewards.{index}")
 
 
 def complete_template(template: Component | None, source: ModelSource) -> Component | None:

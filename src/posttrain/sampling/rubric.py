@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.graders.grading import MeasuredReward
@@ -25,7 +23,19 @@ from posttrain.sampling.judge_questions import (
     mark_of,
     numbered_order,
 )
-from posttrain.sampling.llm_judge import Judge, Opinion, check_failures, judge_for, prepare_judge
+from posttrain.sampling.llm_judge import (
+    Concurrency,
+    FailureShare,
+    Judge,
+    Opinion,
+    ReplyTokens,
+    Retries,
+    Temperature,
+    TimeoutSeconds,
+    check_failures,
+    judge_for,
+    prepare_judge,
+)
 from posttrain.store.rollouts import prompt_text
 from posttrain.types import Example
 from posttrain.untrusted import cut_end
@@ -124,12 +134,12 @@ def rubric(
     key: str = "rubric",
     known_answer: bool = False,
     structured: bool = True,
-    temperature: Annotated[float, Field(ge=0)] | None = 0.0,
-    max_tokens: Annotated[int, Field(ge=1)] = 1024,
-    concurrency: Annotated[int, Field(ge=1, le=256)] = 8,
-    retries: Annotated[int, Field(ge=0, le=20)] = 4,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
-    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    temperature: Temperature = 0.0,
+    max_tokens: ReplyTokens = 1024,
+    concurrency: Concurrency = 8,
+    retries: Retries = 4,
+    timeout_seconds: TimeoutSeconds = 120.0,
+    max_failures: FailureShare = 0.1,
 ) -> list[MeasuredReward]:
     """Weighted fraction of criteria met, according to an LLM judge: ``r = Σ_k w_k y_k / Σ_k max(w_k, 0)``.
 
@@ -217,12 +227,12 @@ def judge_ranking(
     rubric: str = RUBRIC,
     both_orders: bool = True,
     structured: bool = True,
-    temperature: Annotated[float, Field(ge=0)] | None = 0.0,
-    max_tokens: Annotated[int, Field(ge=1)] = 1024,
-    concurrency: Annotated[int, Field(ge=1, le=256)] = 8,
-    retries: Annotated[int, Field(ge=0, le=20)] = 4,
-    timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
-    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    temperature: Temperature = 0.0,
+    max_tokens: ReplyTokens = 1024,
+    concurrency: Concurrency = 8,
+    retries: Retries = 4,
+    timeout_seconds: TimeoutSeconds = 120.0,
+    max_failures: FailureShare = 0.1,
 ) -> list[MeasuredReward]:
     """Rank within a group, according to an LLM judge: ``r = (n − 1 − k) / (n − 1)``.
 

@@ -46,7 +46,7 @@ def seal(path: Path, step: int) -> None:
     names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
     files = {}
     for name in names:
-        files[name] = {"bytes": (path / name).stat().st_size, "sha256": _digest(path / name)}
+        files[name] = {"bytes": (path / name).stat().st_size, "sha256": digest_of(path / name)}
     (path / MANIFEST).write_bytes(_manifest_bytes(step, files))
     for name in [*names, MANIFEST]:
         sync_file(path / name)
@@ -95,7 +95,7 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
             raise Unverified(name, "is missing")
         if file.stat().st_size != size:
             raise Unverified(name, f"has {file.stat().st_size} bytes instead of {size}")
-        if not by_size and _digest(file) != digest:
+        if not by_size and digest_of(file) != digest:
             raise Unverified(name, "differs from its SHA-256 in the manifest")
     there = sorted(item.name for pattern in _DECISIVE for item in path.glob(pattern))
     unknown = [name for name in there if name not in files]
@@ -171,8 +171,8 @@ def _in_one_spelling(manifest: Mapping[str, object]) -> bytes:
     return (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _digest(path: Path) -> str:
-    """Compute a SHA-256 digest, cached until inode, size or timestamps change."""
+def digest_of(path: Path) -> str:
+    """Compute a file's SHA-256 digest, cached until inode, size or timestamps change."""
     about = path.stat()
     return _digest_of(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 

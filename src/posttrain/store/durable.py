@@ -128,10 +128,11 @@ def write_json(
     *,
     indent: int = 1,
     ensure_ascii: bool = True,
+    sort_keys: bool = False,
     default: Callable[[object], object] | None = None,
 ) -> None:
     """Write JSON with a trailing newline through ``replace_file``; options are described in ``json.dumps``."""
-    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, default=default)
+    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys, default=default)
     replace_file(path, text.encode() + b"\n")
 
 

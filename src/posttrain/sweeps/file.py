@@ -184,6 +184,18 @@ class SweepRow:
     needs: tuple[str, ...] = ()
 
 
+def divide_overrides(overrides: Overrides) -> tuple[Overrides, Overrides]:
+    """Split overrides into those of the file's own keys, and those of every row's recipe."""
+    own = []
+    common = []
+    for key, value in overrides:
+        if key.partition(".")[0] in SweepFile.model_fields:
+            own.append((key, value))
+        else:
+            common.append((key, value))
+    return own, common
+
+
 def shipped_sweeps() -> list[str]:
     """List shipped sweeps, such as ``sweep/ppo-grpo-dpo``."""
     return recipe_names(SHELF)

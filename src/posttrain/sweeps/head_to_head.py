@@ -20,7 +20,7 @@ from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
 from posttrain.sweeps.judges import JudgeAgreement, describe_judges
-from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart
+from posttrain.sweeps.results import ShownAnswer, ShownPrompt, SweepPart, scale_of
 
 MAX_ITEMS_BYTES = 1 << 30
 NUM_SAMPLES = 3
@@ -143,14 +143,7 @@ def show_estimate(estimate: Estimate | None, *, is_share: bool = False) -> str:
     """Format an estimate as ``61.2% [55.0, 67.1]``, or ``0.61 [0.50, 0.72]``."""
     if estimate is None:
         return NOTHING
-    if is_share:
-        scale = 100.0
-        places = 1
-        unit = "%"
-    else:
-        scale = 1.0
-        places = 2
-        unit = ""
+    scale, places, unit = scale_of(is_share=is_share)
     mean, low, high = (f"{value * scale:z.{places}f}" for value in estimate)
     if low == high:
         return f"{mean}{unit}"

@@ -29,6 +29,7 @@ from posttrain.sweeps.file import (
     SweepFile,
     SweepRow,
     choose_rows,
+    divide_overrides,
     error_at,
     label_of,
     read_needs,
@@ -221,8 +222,7 @@ def load_sweep(
         keys.append(over[0])
     if "train.seed" in keys:
         raise UsageError("--train.seed: set per trial; use --seeds to choose the number of seeds")
-    own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
-    common = [override for override in overrides if override not in own]
+    own, common = divide_overrides(overrides)
     content, document = read_sweep(name_or_path, own, over)
     needs = read_needs(document, content)
     reader = RowReader(document, content, common, {key for key, _ in own})
@@ -329,16 +329,15 @@ def _reward_models(rewards: Sequence[RewardComponent]) -> list[RewardComponent]:
     return [reward for reward in rewards if reward.name == "reward_model"]
 
 
-def _rewarded_by(recipe: Recipe, scorer: Training) -> Recipe:
+def _rewards_by(rewards: Sequence[RewardComponent], scorer: Training) -> list[RewardComponent]:
     """Insert a reward model's run into a policy recipe's rewards, or make it the only reward."""
-    rewards = [reward.model_dump() for reward in recipe.rewards]
-    if not _reward_models(recipe.rewards):
-        rewards = [{"name": "reward_model"}]
-    for reward in rewards:
+    plain = [reward.model_dump() for reward in rewards]
+    if not _reward_models(rewards):
+        plain = [{"name": "reward_model"}]
+    for reward in plain:
         if reward["name"] == "reward_model":
             reward["run"] = str(scorer.folder)
-    checked = [RewardComponent.model_validate(reward) for reward in rewards]
-    return recipe.model_copy(update={"rewards": checked}).resolve()
+    return [RewardComponent.model_validate(reward) for reward in plain]
 
 
 @dataclass
@@ -390,7 +389,7 @@ class _Builder:
             needs.append(f"{LABELLED}-seed{seed}")
             own.task = own.task.model_copy(update={"path": str(self.folder / LABELLED / f"seed{seed}.jsonl")})
         for scorer in scorers:  # at most one; if the recipe names no reward, it is the only one
-            own = _rewarded_by(own, scorer)
+            own = own.model_copy(update={"rewards": _rewards_by(own.rewards, scorer)}).resolve()
         return self._run(row.name, seed, own, needs)
 
     def _run(self, row: str, seed: int, recipe: Recipe, needs: Sequence[str] = ()) -> Training:

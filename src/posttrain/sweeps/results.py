@@ -89,18 +89,18 @@ class SweepResults:
         return json.dumps(sayable(content), indent=1, allow_nan=False)
 
 
+def scale_of(*, is_share: bool, digits: int = 2) -> tuple[float, int, str]:
+    """Choose factor, decimals and unit for showing a number, or a fraction in percent."""
+    if is_share:
+        return 100.0, 1, "%"
+    return 1.0, digits, ""
+
+
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
     """Format as ``0.61 ± 0.12``, or ``61.2 ± 12.0%`` for a fraction; ``61.2%`` without any spread."""
     if summary is None:
         return NOTHING
-    if is_share:
-        scale = 100.0
-        places = 1
-        unit = "%"
-    else:
-        scale = 1.0
-        places = digits
-        unit = ""
+    scale, places, unit = scale_of(is_share=is_share, digits=digits)
     if not summary.half_width:
         return f"{summary.mean * scale:.{places}f}{unit}"
     places = max(places, min(9, -math.floor(math.log10(summary.half_width * scale))))  # never ± 0.0

@@ -19,7 +19,7 @@ from posttrain.errors import PosttrainError, RunConflict, RunFailure
 from posttrain.evaluation.files import ITEMS
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
-from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
+from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.paths import PLAN
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
@@ -100,8 +100,7 @@ def run_trials(
         RunFailure: the start trial failed.
     """
     folder = plan.folder
-    if _holds_something_else(folder):
-        raise RunConflict(f"{folder}: exists and is not a sweep. Choose a different name with --run NAME")
+    refuse_other_folder(folder)
     refuse_live_folder(folder)
     read_states(plan)
     refuse_links(folder)
@@ -125,13 +124,16 @@ def run_trials(
         return _Runner(plan, states, say, command, num_jobs, num_threads, todo).run(poll_seconds)
 
 
-def _holds_something_else(folder: Path) -> bool:
-    """Check if a path exists and is neither a sweep folder nor remains of a killed start."""
+def refuse_other_folder(folder: Path) -> None:
+    """Refuse a path that exists and is neither a sweep folder nor remains of a killed start.
+
+    Raises:
+        RunConflict: names the path.
+    """
     if not folder.exists() or (folder / PLAN).is_file():
-        return False
-    if not folder.is_dir():
-        return True
-    return any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
+        return
+    if not folder.is_dir() or not RunDirectory(folder).is_empty:
+        raise RunConflict(f"{folder}: exists and is not a sweep. Choose a different name with --run NAME")
 
 
 def _default_jobs(plan: SweepPlan) -> int:

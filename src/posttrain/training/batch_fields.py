@@ -25,6 +25,7 @@ from posttrain.models.forward.actor_critic import ActorCritic, state_values
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import MicroBatching
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup
+from posttrain.recipes.other_models import TeacherSection
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RolloutSection
 from posttrain.registry import Entry, is_built_in, register
@@ -43,8 +44,12 @@ GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
 # Arguments for batch field functions. ``seen``: teacher's view, with the same answers but possibly different prompts.
 # ``policy``, ``critic``, ``reference`` and ``teacher`` are ``Scorer`` objects; ``correct`` is the recipe's correction;
-# ``step`` is the update number (1-based).
-PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct", "step")
+# ``step`` is the update number (1-based). ``recipe``: the whole recipe, of which built-in fields read only a section:
+# ``rollout`` and ``teaching`` (None if absent), ``objective_options`` and ``seed``.
+PARTS = (
+    *("batch", "seen", "policy", "critic", "reference", "teacher", "correct", "step"),
+    *("recipe", "rollout", "teaching", "objective_options", "seed", "context_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +173,9 @@ class Scorer:
 
 
 @register("batch_field", needs=("sampler_logprobs",))
-def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
+def old_logprobs(batch: Batch, policy: Scorer, rollout: RolloutSection | None) -> Tensor:
     """``[B, T]`` log-probabilities under the sampling weights (``rollout.old_logprobs`` sets who computes them)."""
-    if recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer":
+    if rollout is not None and rollout.old_logprobs == "trainer":
         return policy.logprobs(batch)
     return batch.field("sampler_logprobs")
 
@@ -202,17 +207,18 @@ def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
 
 
 @register("batch_field", fills=("teacher_ids", "teacher_candidate_logprobs"))
-def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, recipe: Recipe) -> dict[str, Tensor]:
+def teacher_ids(
+    batch: Batch, seen: Batch, teacher: Scorer, policy: Scorer, teaching: TeacherSection
+) -> dict[str, Tensor]:
     """``int64 [B, T, K]`` most likely tokens, sorted, with the teacher's ``teacher_candidate_logprobs``.
 
     The ``teacher.top_k`` tokens are ranked by the teacher, or by the student at sampling time (``teacher.support``).
     Under sampling replay they come from the kept set, over which both are normalized; -1 fills up smaller sets.
     """
-    assert recipe.teacher is not None
-    most = recipe.teacher.top_k
+    most = teaching.top_k
     if batch.kept is not None:
         most = min(most, int(batch.kept.counts.max()))
-    if recipe.teacher.support == "student":
+    if teaching.support == "student":
         ids, _ = policy.candidates(batch, most)
         logprobs = teacher.logprobs_of(seen, ids)
     else:
@@ -571,6 +577,10 @@ class BatchFields:
             "reference": None,
             "teacher": None,
             "recipe": self.recipe,
+            "rollout": self.recipe.rollout,
+            "teaching": self.recipe.teacher,
+            "objective_options": self.recipe.objective.options,
+            "seed": train.seed,
             "context_tokens": self.context_tokens,
             "correct": self.correct,
         }

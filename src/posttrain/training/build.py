@@ -30,9 +30,9 @@ from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import option_notes
-from posttrain.recipes.other_models import HeadSection
+from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, DataSection, TrainSection
+from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -216,7 +216,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     """
     task, *eval_tasks = _build_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
-    _refuse_inputs(recipe, [task, *eval_tasks])
+    refuse_rows(recipe.rewards, {f"{one.name}, {one.split}": one.examples for one in [task, *eval_tasks]})
+    _refuse_models(recipe.model, recipe.teacher, recipe.rollout)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -278,17 +279,17 @@ def _build_tasks(trained: Component, options: EvalSection) -> list[Task]:
     return [task, *build_eval_tasks(trained, options)]
 
 
-def _refuse_inputs(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Reject unsupported reward rows, and models unfit for a teacher or router replay, before loading models."""
-    refuse_rows(recipe.rewards, {f"{task.name}, {task.split}": task.examples for task in tasks})
-    if recipe.rollout is not None and recipe.rollout.router_replay:
-        config = read_config(recipe.model)
-        if config is not None:
-            refuse_without_experts(config)
-    if recipe.teacher is not None:
+def _refuse_models(model: ModelSection, teacher: TeacherSection | None, rollout: RolloutSection | None) -> None:
+    """Reject incompatible teacher tokenizers, and router replay without experts, before loading models."""
+    if teacher is not None:
         from posttrain.training.parts.teachers import refuse_other_tokenizer
 
-        refuse_other_tokenizer(recipe.teacher, recipe.model)
+        refuse_other_tokenizer(teacher, model)
+    if rollout is None or not rollout.router_replay:
+        return
+    config = read_config(model)
+    if config is not None:
+        refuse_without_experts(config)
 
 
 def results_of(evaluation: Evaluation) -> dict[str, float]:

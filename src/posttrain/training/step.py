@@ -151,6 +151,7 @@ def accumulate(
         return _accumulate(method, batch, options, micro_batches, idle_rows, capture, learns=learns)
     with method.balancing.over(batch, micro_batches) as balanced:
         loss, metrics = _accumulate(method, batch, options, micro_batches, idle_rows, capture, balanced=balanced)
+    capture.note_routing(balanced.whole)
     found = balanced.metrics()
     return loss + method.balancing.coefficient * found[AUXILIARY_LOSS], metrics | found
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from posttrain.cli import main
 from posttrain.errors import StorageError, UsageError
@@ -21,6 +26,7 @@ from posttrain.recipes.sections import ModelSection
 from refusing import refuses
 from small_gguf import write_gguf, write_wheel
 
+UINT32 = b"\x04\0\0\0"  # type of an entry
 QUESTION = [4, 60, 70, 80, 90]
 
 
@@ -200,14 +206,96 @@ def test_gguf_that_cannot_be_read_is_refused_by_name(home: Path, file: Path) -> 
     cut.write_bytes(content[:2000])
     many = home / "many.gguf"
     many.write_bytes(content[:8] + b"\xff" * 16 + content[24:])
+    entries = home / "entries.gguf"
+    entries.write_bytes(content[:16] + struct.pack("<Q", 5_000_000) + content[24:])
     old = home / "old.gguf"
     old.write_bytes(content[:4] + b"\x01" + content[5:])
     text = home / "text.gguf"
     text.write_text("no model")
+    with refuses(UsageError, "entries.gguf", "5,000,000"):  # the number that is refused, not that of tensors
+        resolve_model_name(str(entries))
     for path in (unknown, cut, many, old, text):
         with pytest.raises(UsageError, match=path.name) as caught:
             resolve_model_name(str(path))
         assert len(str(caught.value).splitlines()) == 1
+    assert left_behind(home) == []
+
+
+LINEAR = SimpleNamespace(value="linear")  # as gguf.RopeScalingType
+UNSCALED = SimpleNamespace(value="none")
+
+
+def scale_window(writer: Any) -> None:
+    writer.add_sliding_window(64)
+
+
+def scale_linearly(writer: Any) -> None:
+    writer.add_rope_scaling_type(LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def scale_frequencies(writer: Any) -> None:
+    writer.add_tensor("rope_freqs.weight", np.array([1.0, 1.0, 2.0, 8.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("extend", "named"),
+    [
+        (scale_linearly, "rope.scaling.type"),
+        (scale_frequencies, "rope_freqs.weight"),
+        (scale_window, "attention.sliding_window"),
+    ],
+)
+def test_gguf_of_which_transformers_ignores_a_part_is_refused(home: Path, extend: Any, named: str) -> None:
+    """transformers loads each of them as another model, without a word."""
+    path = write_gguf(home / "ignored.gguf", extend=extend)
+    with refuses(UsageError, "ignored.gguf", named, "Hugging Face layout"):
+        resolve_model_name(str(path))
+    assert left_behind(home) == []
+
+
+def without_effect(writer: Any) -> None:
+    writer.add_rope_scaling_type(UNSCALED)
+    writer.add_rope_scaling_factor(1.0)
+    writer.add_sliding_window(128)
+    writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+
+
+def test_gguf_settings_without_effect_are_taken(home: Path) -> None:
+    plain = load_file(gguf.dequantized(write_gguf(home / "plain.gguf")) / "model.safetensors")
+    same = load_file(gguf.dequantized(write_gguf(home / "neutral.gguf", extend=without_effect)) / "model.safetensors")
+    assert plain.keys() == same.keys()
+    assert all(torch.equal(plain[name], same[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (b"blk.1.attn_q.weight", b"blk.1.attn_X.weight", "model.layers.1.self_attn.q_proj.weight"),
+        (
+            b"llama.block_count" + UINT32 + b"\x02\0\0\0",
+            b"llama.block_count" + UINT32 + b"\0\0\0\x7f",
+            "num_hidden_layers",
+        ),
+        (
+            b"llama.block_count" + UINT32 + b"\x02\0\0\0",
+            b"llama.block_count" + UINT32 + b"\x03\0\0\0",
+            "model.layers.2",
+        ),
+        (b"embedding_length" + UINT32 + b"\x20\0\0\0", b"embedding_length" + UINT32 + b"\0\x10\0\0", "119,552 bytes"),
+        (b"embedding_length" + UINT32 + b"\x20\0\0\0", b"embedding_length" + UINT32 + b"\x40\0\0\0", "sizes"),
+    ],
+    ids=["missing tensor", "two billion layers", "one layer more", "wider than the file", "wider"],
+)
+def test_gguf_that_would_leave_weights_random_is_refused(
+    home: Path, file: Path, old: bytes, new: bytes, named: str
+) -> None:
+    content = file.read_bytes()
+    assert content.count(old) == 1
+    path = home / "changed.gguf"
+    path.write_bytes(content.replace(old, new))
+    with refuses(UsageError, "changed.gguf", named):
+        resolve_model_name(str(path))
     assert left_behind(home) == []
 
 

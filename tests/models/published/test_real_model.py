@@ -16,9 +16,9 @@ from posttrain.cli import main
 from posttrain.models.load import load_model
 from posttrain.models.published import fetch
 from posttrain.models.published.catalog import PUBLISHED
-from posttrain.models.published.gguf import digest_of
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
+from posttrain.store.checkpoint_files import digest_of
 
 NAME = "smollm2-135m"
 FILE = Path(os.environ.get(fetch.LOCAL) or "none") / Path(PUBLISHED[NAME].member).name

@@ -21,6 +21,7 @@ from posttrain.errors import MissingExtra, RecipeError, UnallowedCode, UsageErro
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe, stored_recipe, validate_recipe
 from posttrain.recipes.sections import Component
+from posttrain.sampling.environments import mcp_tools
 from posttrain.sampling.environments.contract import Session, Toolset, build_toolset
 from posttrain.sampling.environments.mcp_tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_CHARS, MAX_TOOLS
 from posttrain.sampling.environments.pool import Pool
@@ -182,6 +183,21 @@ def test_descriptions_are_bounded_and_can_be_encoded(monkeypatch: pytest.MonkeyP
         function = built.tools["add"].schema["function"]
         assert function["description"] == "?" + "x" * (MAX_DESCRIPTION_CHARS - 1) + " ... (cut off)"
         assert function["parameters"]["properties"] == {"a": {"description": "?"}}
+
+
+def test_an_error_of_a_server_is_one_line_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mcp.installed(monkeypatch, [fake_mcp.tool("add")])
+
+    async def fail(client: Any) -> list[Any]:
+        raise fake_mcp.MCPError("\x1b[31mno tools\n" * 10_000)
+
+    monkeypatch.setattr(mcp_tools, "_all_tools", fail)
+    with refuses(UsageError, "tools.0", "x1b[31mno tools") as raised, opened():
+        pass
+    said = str(raised.value)
+    assert "\n" not in said
+    assert "\x1b" not in said
+    assert len(said) < 2 * mcp_tools.MAX_ERROR_CHARS
 
 
 MANY = [fake_mcp.tool(f"tool{number}") for number in range(MAX_TOOLS + 1)]

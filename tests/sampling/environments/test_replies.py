@@ -218,8 +218,8 @@ def test_replies_are_read_or_refused() -> None:
     assert (user.said, [call.result for call in user.calls]) == (("a", "b"), ["", ""])
     wrong: list[tuple[Any, str]] = [
         ([], "[]"),
-        ([{"role": "user"}], "no message"),
-        ([{"role": "user", "content": 3}], "no message"),
+        ([{"role": "user"}], "not a message"),
+        ([{"role": "user", "content": 3}], "not a message"),
         ([results[0], {"role": "user", "content": "a"}], "tool, user"),
         ([results[0], results[0]], "'call_1'"),
         ([{"role": "tool", "content": "a"}], "None"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from posttrain.commands.options import (
     positive,
 )
 from posttrain.errors import UsageError
+from posttrain.folders import folder_name
 from posttrain.other_names import short_dtype
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
     """Choose a folder name from models and text source, such as ``activations/tiny-grpo-stories``."""
     texts_of = documents.data.get("task") or documents.data.get("file") or documents.data.get("run")
     label = "-".join([*(source.label for source in sources), str(texts_of)])
-    return Path("activations") / re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
+    return Path("activations") / folder_name(label)
 
 
 def _summarize(store: ActivationStore) -> list[str]:

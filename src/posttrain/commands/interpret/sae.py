@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -253,13 +252,14 @@ def _command_of(arguments: argparse.Namespace, overrides: Sequence[tuple[str, st
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
+    from posttrain.folders import folder_name
     from posttrain.runs.directory import check_run_name, name_of_recipe
 
     if arguments.run is not None:
         return check_run_name(arguments.run)
     if len(arguments.models) == 1:
         return name_of_recipe(arguments.models[0])
-    labels = [re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.") for name in arguments.models]
+    labels = [folder_name(Path(name).name) for name in arguments.models]
     return f"diff-{labels[0]}-{labels[1]}"
 
 

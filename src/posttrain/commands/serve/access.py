@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import re
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from posttrain.commands.serve.endpoints import error_response
 from posttrain.commands.serve.requests import BadRequest
-from posttrain.errors import PosttrainError, UsageError
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
@@ -100,27 +98,3 @@ def _is_followed_link(scope: Scope, headers: Headers) -> bool:
     """Check if a request is plain navigation from a link; the linking page cannot read the response."""
     how = (headers.getlist("sec-fetch-mode"), headers.getlist("sec-fetch-dest"))
     return scope.get("method") in ("GET", "HEAD") and how == (["navigate"], ["document"])
-
-
-def error_body(error: PosttrainError) -> dict[str, object]:
-    """Build an error body in OpenAI format."""
-    kind = "server_error"
-    code = None
-    if isinstance(error, UsageError):
-        kind = "invalid_request_error"
-        code = "invalid_request"
-    param = getattr(error, "param", None)
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": getattr(error, "code", code)}}
-
-
-def error_response(error: PosttrainError) -> Response:
-    """Build an HTTP error response."""
-    status = 500
-    if isinstance(error, UsageError):
-        status = 400
-    status = getattr(error, "status", status)
-    content = json.dumps(error_body(error))  # in ASCII: a message may quote half of a surrogate pair
-    headers = {}
-    if status == 408:  # what still arrives of the body is not the next request
-        headers["Connection"] = "close"
-    return Response(content, status, headers, media_type="application/json")

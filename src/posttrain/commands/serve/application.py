@@ -13,15 +13,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.commands.serve import requests
-from posttrain.commands.serve.access import error_body, error_response
 from posttrain.commands.serve.answering import Answerer, AnswerJob, Recorder, ServedAnswer
 from posttrain.commands.serve.conversations import Conversations
+from posttrain.commands.serve.endpoints import build_application, error_body, parse_json
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest
 from posttrain.data.render import Piece, stop_ids
@@ -73,21 +72,7 @@ class Api:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
         ]
-        known = "; ".join(f"{min(route.methods or ['GET'])} {route.path}" for route in routes)
-
-        async def respond(request: Request, error: Exception) -> Response:
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            if isinstance(error, HTTPException):
-                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
-            if isinstance(error, RecursionError):
-                error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # print the traceback on the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
-            return error_response(error)
-
-        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+        return build_application(routes)
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
@@ -162,16 +147,7 @@ class Api:
             BadRequest: an invalid body, or a different model.
         """
         content = await read_content(request, MAX_BODY_BYTES)
-
-        def parse() -> requests.RequestT:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return requests.read_request(kind, body)
-
-        parsed = await self._in_reader(parse)
+        parsed = await self._in_reader(lambda: requests.read_request(kind, parse_json(content)))
         name = getattr(parsed, "model", None)
         if name is not None and name not in self.names:
             problem = f"unknown model {name!r}; this server has {self.names[0]!r}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from posttrain.errors import PosttrainError
+from posttrain.models.forward.predictions import gpu_memory_of
 from posttrain.sampling.base import Conversation, Sampling
 from posttrain.sampling.native.engine import Generation, NativeEngine
 from posttrain.sampling.native.schedule import check_finite
@@ -298,6 +299,4 @@ class DecodingThread:
 
 def _memory_of(device: torch.device) -> int:
     """Measure device memory in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return memory_bytes() or 8 << 30
+    return gpu_memory_of(device) or memory_bytes() or 8 << 30

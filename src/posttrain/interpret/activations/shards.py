@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from posttrain.errors import DataError, UsageError, first_line
-from posttrain.interpret.activations.sites import hash_file, layer_of
+from posttrain.interpret.activations.sites import layer_of
 from posttrain.models.forward.precision import DTYPES
 from posttrain.option_types import Dtype
 from posttrain.registry import suggest
+from posttrain.store.checkpoint_files import digest_of
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
@@ -175,7 +176,7 @@ class ActivationStore:
         for file, expected in hashes.items():
             if not (self.folder / file).is_file():
                 raise DataError(self.folder / file, "missing recording file; record again")
-            if verify and hash_file(self.folder / file) != expected:
+            if verify and digest_of(self.folder / file) != expected:
                 raise DataError(self.folder / file, "file was changed after recording; record again")
         self.num_rows = index.rows
         self.num_documents = index.documents

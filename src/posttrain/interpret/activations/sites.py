@@ -27,7 +27,7 @@ from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm, decoder_of
 from posttrain.models.load import reading_model
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.store.checkpoint_files import manifest_digests
+from posttrain.store.checkpoint_files import digest_of, manifest_digests
 from posttrain.types import Model, Tokenizer
 
 _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
@@ -170,18 +170,12 @@ def weights_hash(name: str) -> str:
     digest = hashlib.sha256()
     known = manifest_digests(folder)
     for file in files:
-        known_digest = known.get(file.name) or hash_file(file)
+        known_digest = known.get(file.name) or digest_of(file)
         digest.update(f"{file.name} {known_digest}\n".encode())
     base = adapter_base(source)
     if base is not None:
         digest.update(weights_hash(base).encode())
     return digest.hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """Hash a file with SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -42,7 +42,6 @@ from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.document import decisive
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.checkpoint_files import (
-    ASIDE,
     checkpoint_steps,
     prune_checkpoints,
     read_newest,
@@ -52,7 +51,7 @@ from posttrain.store.checkpoint_files import (
     step_folder,
     verify,
 )
-from posttrain.store.durable import replace_file, storage_errors, write_json
+from posttrain.store.durable import ASIDE, replace_file, storage_errors, write_json
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
 from posttrain.training.files import Observer, RunFiles
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -32,7 +32,9 @@ class ActorCritic:
     @property
     def path(self) -> Literal["packed", "padded"]:
         """``packed`` only if policy and critic both pack."""
-        return "packed" if self.policy.path == self.critic.path == "packed" else "padded"
+        if self.policy.path == "packed":
+            return self.critic.path
+        return "padded"
 
     @property
     def is_sharded(self) -> bool:
@@ -46,19 +48,24 @@ class ActorCritic:
 
     @property
     def last_tokens(self) -> int:
-        """Those of ``last_slots`` that hold a token."""
+        """Positions among ``last_slots`` holding a token."""
         return self.policy.last_tokens + self.critic.last_tokens
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
         """See ``Forward.__call__``."""
-        packing = self.policy.plan(batch) if self.critic.packs(batch) else None
+        packing = None
+        if self.critic.packs(batch):
+            packing = self.policy.plan(batch)
         outputs = self.policy.run(batch, packing, entropy, with_candidates)
         return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
         """See ``Forward.backward_context``; policy and critic share a plan."""
-        with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
+        with ExitStack() as around:
+            around.enter_context(self.policy.backward_context())
+            if self.policy.last_packing is not None:
+                around.enter_context(self.critic.layers)
             yield
 
 
@@ -69,10 +76,15 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
     Requires a single-output head reading ``before``. Rows are extended by a dummy token, invisible to attention, whose
     preceding state is the row's final state.
     """
-    reader = forward.critic if isinstance(forward, ActorCritic) else forward
+    reader = forward
+    if isinstance(reader, ActorCritic):
+        reader = reader.critic
     assert reader.reads == "before", "a head that reads at a token gives no value of the state before it"
     columns = torch.arange(batch.tokens.shape[1] + 1, device=batch.lengths.device)
     added = columns[None, :] == batch.lengths[:, None]
+    experts = batch.experts
+    if experts is not None:
+        experts = F.pad(experts, (0, 0, 0, 0, 0, 1), value=-1)
     longer = replace(
         batch,
         tokens=F.pad(batch.tokens, (0, 1)),
@@ -80,7 +92,7 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
         lengths=batch.lengths + 1,
         fields={},
         weights=None,
-        experts=None if batch.experts is None else F.pad(batch.experts, (0, 0, 0, 0, 0, 1), value=-1),
+        experts=experts,
     )
     scores = reader.read_scores(longer)
     assert scores.ndim == 2, "a value is one number per token"

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.config import Model
 from posttrain.models.forward.packing import ROUND_TOKENS, PackedRun, Packing
+from posttrain.types import Model
 
 # (packing, q [N, H, D], k and v [N, K, D], scale) -> [N, H, D], with K a divisor of H
 Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError, first_line
-from posttrain.models.config import Model, shortest_window
+from posttrain.models.config import shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, active, install_packed_attention, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
@@ -21,7 +21,7 @@ from posttrain.models.forward.routing.replay import ReplayedPass, RouterReplay
 from posttrain.models.forward.routing.routers import Routers, RouterSums, rows_of_tokens
 from posttrain.models.heads import ScalarHead
 from posttrain.process_group import Within
-from posttrain.types import Batch, Outputs
+from posttrain.types import Batch, Model, Outputs
 
 if TYPE_CHECKING:
     from posttrain.models.forward.noise import NoisyRows
@@ -34,7 +34,9 @@ Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 def causal_lm(model: Model) -> Any:
     """Find the transformers causal LM within ``model``, unwrapping peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 def decoder_of(base: Model) -> Any:
@@ -77,11 +79,14 @@ class Forward:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
         self.temperature = temperature
-        self.head = None if head is None else head.to(self.device)
+        self.head = head
+        if head is not None:
+            head.to(self.device)
         self.reads: Reads = reads
         self.scores_only = scores_only
-        own = causal_lm(model).config._attn_implementation
-        self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # already packed by another Forward
+        self._own_attention = causal_lm(model).config._attn_implementation
+        if self._own_attention == ATTENTION_NAME:  # already packed by another Forward
+            self._own_attention = "sdpa"
         self.layers = FusedLayers(causal_lm(model))
         self.attention = "mask"  # the kernel of the packed path, see ``active``
         self.precision: Precision = precision
@@ -119,7 +124,9 @@ class Forward:
 
         ``targets``: restrict trained tokens as well, giving excluded ids ``LOG_ZERO``.
         """
-        self.num_ids = None if num_ids is None or num_ids >= self.num_rows else num_ids
+        self.num_ids = num_ids
+        if num_ids is not None and num_ids >= self.num_rows:
+            self.num_ids = None
         self.restricts_targets = targets and self.num_ids is not None
 
     @property
@@ -165,28 +172,33 @@ class Forward:
 
     def _gathered(self, compute: Callable[[], T]) -> T:
         """``compute`` where sharded weights are gathered."""
-        return compute() if self.root is None else self.root(compute)
+        if self.root is None:
+            return compute()
+        result: T = self.root(compute)
+        return result
 
     def _outputs(
         self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields of ``Outputs``, in order."""
+        """The fields of ``Outputs``, in order, as a tuple whose tensors a sharded model's hooks find."""
         assert not (with_candidates and self.scores_only), "a model that only scores has no distributions"
         states = self._states(batch, packing, predicts=not self.scores_only)
-        scores = None if states.reading is None else self._scores(states)
+        scores = None
+        if states.reading is not None:
+            scores = self._scores(states)
         if states.predicting is None:
             return torch.zeros(batch.mask.shape, device=states.where.device), None, scores, None, None
-        candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device) if with_candidates else None
+        candidates = None
+        if with_candidates:
+            candidates = batch.field("teacher_ids")[batch.mask].to(states.targets.device)
         logprobs, entropies, of_candidates = self._distribution.predict(
             states, entropy, candidates, self._draws_of(batch)
         )
-        return (
-            states.spread(logprobs),
-            None if entropies is None else states.spread(entropies),
-            scores,
-            None if of_candidates is None else states.spread(of_candidates),
-            self._rerouted(batch, packing, states),
-        )
+        if entropies is not None:
+            entropies = states.spread(entropies)
+        if of_candidates is not None:
+            of_candidates = states.spread(of_candidates)
+        return states.spread(logprobs), entropies, scores, of_candidates, self._rerouted(batch, packing, states)
 
     def _rerouted(self, batch: Batch, packing: Packing | None, states: States) -> Tensor | None:
         """Spread the fraction of routers that replay changed to the tokens predicted there."""
@@ -230,8 +242,10 @@ class Forward:
 
     def _columns(self, batch: Batch) -> int:
         """Count computed columns; final columns predict nothing, so they are dropped unless read."""
-        drops_last = self.reads == "before" and self.routers is None
-        return max(1, batch.tokens.shape[1] - (1 if drops_last else 0))
+        columns = int(batch.tokens.shape[1])
+        if self.reads == "before" and self.routers is None:
+            columns -= 1
+        return max(1, columns)
 
     def _as_read(self, batch: Batch) -> Batch:
         """Restrict the mask to trained tokens actually read."""
@@ -311,10 +325,16 @@ class Forward:
             ).last_hidden_state[0]
         self.attention = active.kernel
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # unchanged, except bf16 products in some models
-        predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
+        predicting = None
+        if predicts or packing.readers is None:
+            predicting = hidden.index_select(0, packing.predictors)
         reading = None
-        if self.head is not None:
-            reading = predicting if packing.readers is None else hidden.index_select(0, packing.readers)
+        if self.head is not None and packing.readers is None:
+            reading = predicting
+        elif self.head is not None:
+            reading = hidden.index_select(0, packing.readers)
+        if not predicts:
+            predicting = None
         lm_head = base.get_output_embeddings()
 
         def project(part: Tensor) -> Tensor:
@@ -322,7 +342,7 @@ class Forward:
                 return lm_head(part)
 
         return States(
-            predicting=predicting if predicts else None,
+            predicting=predicting,
             project=project,
             reading=reading,
             targets=packing.targets,
@@ -334,7 +354,9 @@ class Forward:
 
     def _products(self) -> AbstractContextManager[Any]:
         """Enter autocast according to ``precision``."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        if self.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
 
     def _padded(self, batch: Batch, columns: int, predicts: bool) -> States:
         places = torch.arange(columns, device=batch.tokens.device)
@@ -360,10 +382,10 @@ class Forward:
             with self._products():
                 hidden_states.append(decoder(**inputs).last_hidden_state)
         reading = None
-        if self.head is not None:
-            hidden = hidden_states[-1]
-            at = self.reads != "before"
-            reading = hidden[batch.mask] if at else hidden[:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
+        if self.head is not None and self.reads == "before":
+            reading = hidden_states[-1][:, : batch.tokens.shape[1] - 1][batch.mask[:, 1:]]
+        elif self.head is not None:
+            reading = hidden_states[-1][batch.mask]
         targets = batch.tokens[batch.mask]
         return States(predicting, lambda logits: logits, reading, targets, len(targets), batch.mask, self.num_rows)
 
@@ -411,9 +433,9 @@ class Forward:
             )
         settings = causal_lm(self.model).config.get_text_config()
         is_capped = any(getattr(settings, key, None) for key in _LOGIT_CAPS)  # unseen in a probe
-        packs = not named and not is_capped and self._takes_sdpa and self._agrees(["padded", "packed"])
-        self.path = "packed" if packs else "padded"
-        if self.path == "padded":
+        self.path = "packed"
+        if named or is_capped or not self._takes_sdpa or not self._agrees(["padded", "packed"]):
+            self.path = "padded"
             causal_lm(self.model).config._attn_implementation = self._own_attention
             self._gathered(self._refuse_reading_ahead)
         self.precision = precision
@@ -469,7 +491,9 @@ class Forward:
         is_exact = causal_lm(self.model).get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
         if self.device.type != "cpu":
             is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
-        return 2e-4 if is_exact else 0.3
+        if is_exact:
+            return 2e-4
+        return 0.3
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
         self.path = path

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from posttrain.models.config import Model
 from posttrain.models.forward.attention import active, attend
+from posttrain.types import Model
 
 ENABLED = True
 HALF_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run in 16 bits and under autocast
 # Supported families: transformers module name, class prefix.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_PREFIXES = {f"transformers.models.{name}.modeling_{name}": prefix for name, prefix in FAMILIES.items()}
 
 
 class RmsNorm(torch.autograd.Function):
@@ -170,16 +171,18 @@ class FusedLayers:
 
 def _fused_forward(module: Any) -> Callable[..., Any] | None:
     """Build a replacement ``forward``; None for unrecognized modules."""
-    kind, parts = type(module), type(module).__module__.split(".")
-    family = FAMILIES.get(parts[2]) if len(parts) == 4 and parts[:2] == ["transformers", "models"] else None
+    kind = type(module)
+    family = _PREFIXES.get(kind.__module__)
     is_hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    if family is None or parts[3] != f"modeling_{parts[2]}" or "forward" in vars(module) or is_hooked:
+    if family is None or "forward" in vars(module) or is_hooked:
         return None
     if kind.__name__ == f"{family}MLP" and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return None
     if kind.__name__ == f"{family}DecoderLayer":
         attention = module.self_attn
-        return _last_layer if attention.layer_idx == attention.config.num_hidden_layers - 1 else None
+        if attention.layer_idx == attention.config.num_hidden_layers - 1:
+            return _last_layer
+        return None
     by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "MLP": _mlp, "Attention": _attention}
     return by_name.get(kind.__name__.removeprefix(family))
 
@@ -196,15 +199,20 @@ def _product_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
         return None
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    return weight.dtype if x.dtype == weight.dtype == torch.bfloat16 else None
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return torch.bfloat16
+    return None
 
 
 def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-    return Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
+    if norm is not None:
+        x = norm(x)
+    return Rotate.apply(x, cos[:, None], sin[:, None])
 
 
 def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
-    weight, eps = module.weight, module.variance_epsilon
+    weight = module.weight
+    eps = module.variance_epsilon
     if _product_type(hidden_states, weight) is None:
         if _is_fp32(hidden_states, weight):
             return RmsNorm.apply(hidden_states, weight, eps)
@@ -217,10 +225,13 @@ def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
     kind = _product_type(x, module.gate_proj.weight)
-    x = x if kind is None else x.to(kind)  # shared by two products
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    is_fused = kind is not None or _is_fp32(gate, up)
-    return module.down_proj(SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up)
+    if kind is not None:
+        x = x.to(kind)  # shared by two products
+    gate = module.gate_proj(x)
+    up = module.up_proj(x)
+    if kind is not None or _is_fp32(gate, up):
+        return module.down_proj(SwiGlu.apply(gate, up))
+    return module.down_proj(module.act_fn(gate) * up)
 
 
 def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -245,7 +256,8 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    packing, (cos, sin) = active.packing, position_embeddings
+    packing = active.packing
+    cos, sin = position_embeddings
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
     kind = _product_type(hidden_states, module.q_proj.weight)
     if not knows or (kind is None and not _is_fp32(hidden_states, cos)):
@@ -253,11 +265,16 @@ def _attention(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
     assert packing is not None
-    hidden_states = hidden_states if kind is None else hidden_states.to(kind)  # shared by three products
+    if kind is not None:
+        hidden_states = hidden_states.to(kind)  # shared by three products
     shape = (hidden_states.shape[1], -1, module.head_dim)
-    q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    q = module.q_proj(hidden_states).view(shape)
+    k = module.k_proj(hidden_states).view(shape)
+    v = module.v_proj(hidden_states).view(shape)
     q = _norm_and_rotate(q, cos[0], sin[0], getattr(module, "q_norm", None))
     k = _norm_and_rotate(k, cos[0], sin[0], getattr(module, "k_norm", None))
-    dropout = module.attention_dropout if module.training else 0.0
+    dropout = 0.0
+    if module.training:
+        dropout = module.attention_dropout
     mixed = attend(packing, q, k, v, module.scaling, dropout, getattr(module, "sliding_window", None))
     return module.o_proj(mixed.reshape(*hidden_states.shape[:2], -1)), None

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.models.config import Model
 from posttrain.models.forward.linear import fast_linear
+from posttrain.types import Model
 
 _KEPT = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
 

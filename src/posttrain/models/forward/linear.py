@@ -97,14 +97,22 @@ class fast_linear(TorchFunctionMode):
     @staticmethod
     def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Context pair for ``torch.utils.checkpoint``: nothing during forward, this patch during recomputation."""
-        return nullcontext(), fast_linear() if fast_linear._depth else nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if fast_linear._depth:
+            again = fast_linear()
+        return nullcontext(), again
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and not kwargs and _pays(args[0], args[1]):
-            return OneDnnLinear.apply(args[0], args[1], args[2] if len(args) > 2 else None)
-        return func(*args, **(kwargs or {}))
+        if kwargs:
+            return func(*args, **kwargs)
+        if func is F.linear and _pays(args[0], args[1]):
+            bias = None
+            if len(args) > 2:
+                bias = args[2]
+            return OneDnnLinear.apply(args[0], args[1], bias)
+        return func(*args)
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:

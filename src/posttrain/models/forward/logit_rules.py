@@ -17,8 +17,7 @@ def apply_rules(rules: LogitRules, logits: Tensor, seen: Tensor | None, barred: 
 
     seen ``bool [R, V]``: prefix tokens, for repetition penalties. barred ``bool [R, V]``: forbidden tokens.
     """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if seen is not None and rules.repetition_penalty != 1.0:
         penalized = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
         logits = torch.where(seen, penalized, logits)

@@ -116,7 +116,9 @@ def split_rows(
             seen.clear()
             used = cost_of(unit)
         pieces[-1] += unit
-    return pieces if pieces[-1] or process_group.size == 1 else []
+    if process_group.size > 1 and not pieces[-1]:  # no unit for this process
+        return []
+    return pieces
 
 
 def _span(order: Sequence[int], costs: Sequence[int], process_group: ProcessGroup) -> list[int]:

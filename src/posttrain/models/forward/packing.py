@@ -107,9 +107,20 @@ def plan_spans(runs: Sequence[PackedRun], device: Any = None) -> Spans:
     if before.any():
         sides = [(a, a + n) for r in filled for a, n in ((r.prefix_start, r.prefix_length), (r.start, r.length))]
         keys = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in sides])).to(device)
-    queries, seen = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths, lengths + before))
-    most = (int(n.max(initial=0)) for n in (lengths, lengths + before))
-    return Spans(torch.from_numpy(queries).to(device), torch.from_numpy(seen).to(device), keys, *most)
+    seen = lengths + before
+    return Spans(
+        query_starts=_starts(lengths, device),
+        key_starts=_starts(seen, device),
+        keys=keys,
+        most_queries=int(lengths.max(initial=0)),
+        most_keys=int(seen.max(initial=0)),
+    )
+
+
+def _starts(lengths: np.ndarray, device: Any) -> Tensor:
+    """Sum up lengths: where each of R runs starts, then the end, ``int32 [R + 1]``."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return torch.from_numpy(starts).to(device)
 
 
 def _fits(runs: list[PackedRun], run: PackedRun) -> bool:
@@ -118,17 +129,21 @@ def _fits(runs: list[PackedRun], run: PackedRun) -> bool:
     if sum(r.length for r in runs) < MIN_TOKENS:
         return True
     together = [*runs, run]
-    width, prefix = (max(r.length for r in together), max(r.prefix_length for r in together))
+    width = max(r.length for r in together)
+    prefix = max(r.prefix_length for r in together)
     return len(together) * width * (prefix + width) <= MAX_WASTE * sum(r.work for r in together)
 
 
 def _bucket(runs: list[PackedRun], device: Any) -> Bucket:
-    starts, lengths, prefix_starts, prefix_lengths = (
-        np.array([getattr(r, name) for r in runs], dtype=np.int64)
-        for name in ("start", "length", "prefix_start", "prefix_length")
-    )
-    width, prefix, allowed = int(lengths.max()), int(prefix_lengths.max()), None
-    slots, before = np.arange(width), np.arange(prefix)
+    starts = np.array([r.start for r in runs], dtype=np.int64)
+    lengths = np.array([r.length for r in runs], dtype=np.int64)
+    prefix_starts = np.array([r.prefix_start for r in runs], dtype=np.int64)
+    prefix_lengths = np.array([r.prefix_length for r in runs], dtype=np.int64)
+    width = int(lengths.max())
+    prefix = int(prefix_lengths.max())
+    slots = np.arange(width)
+    before = np.arange(prefix)
+    allowed = None
     queries = starts[:, None] + np.minimum(slots, lengths[:, None] - 1)
     places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
     if prefix:
@@ -137,9 +152,14 @@ def _bucket(runs: list[PackedRun], device: Any) -> Bucket:
         shape = (len(runs), 1, width, -1)
         allowed = torch.cat([is_prefix.expand(shape), causal.expand(shape)], dim=3)
     filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
-    sides = (queries, np.concatenate([places, queries], axis=1))
-    queries_at, keys_at = (torch.from_numpy(x.reshape(-1)).to(device) for x in sides)
-    return Bucket(len(runs), queries_at, keys_at, allowed, torch.from_numpy(filled).to(device))
+    keys = np.concatenate([places, queries], axis=1)
+    return Bucket(
+        num_runs=len(runs),
+        queries=torch.from_numpy(queries.reshape(-1)).to(device),
+        keys=torch.from_numpy(keys.reshape(-1)).to(device),
+        allowed=allowed,
+        filled=torch.from_numpy(filled).to(device),
+    )
 
 
 # For trained token t, heads read state t - 1, state t, or the row's final trained token.
@@ -222,19 +242,32 @@ def pack(batch: Batch, reads: Reads = "before", *, keeps_last: bool = False) -> 
     pieces = [(row, 0, int(prefixes[row])) for row in prompt_rows]  # row, first token, end
     pieces += zip(range(len(lengths)), own_start.tolist(), own_end.tolist(), strict=True)
     starts = np.cumsum([0, *(end - start for _, start, end in pieces)])
-    runs, parents = list[PackedRun](), [-1] * len(prompt_rows) + parent.tolist()
+    runs: list[PackedRun] = []
+    parents = [-1] * len(prompt_rows) + parent.tolist()
     for at, (_, start, end), above in zip(starts[:-1].tolist(), pieces, parents, strict=True):
-        prompt = (0, 0) if above < 0 else (runs[above].start, runs[above].length)
-        runs.append(PackedRun(at, end - start, *prompt))
+        if above < 0:
+            runs.append(PackedRun(at, end - start))
+        else:
+            runs.append(PackedRun(at, end - start, runs[above].start, runs[above].length))
     rows_at, columns_at = np.nonzero(mask)
     readers = starts[len(prompt_rows) : -1][rows_at] + columns_at - own_start[rows_at]
     is_behind_prompt = (parent[rows_at] >= 0) & (columns_at == own_start[rows_at])
     predictors = np.where(is_behind_prompt, starts[1:][parent[rows_at]] - 1, readers - 1)
     stream = _rounded(np.concatenate([tokens[row, start:end] for row, start, end in pieces]))
-    read = _read(predictors if reads == "before" else np.concatenate([predictors, readers]), len(stream))
+    if reads == "before":
+        read = _read(predictors, len(stream))
+    else:
+        read = _read(np.concatenate([predictors, readers]), len(stream))
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(_rounded(values)).to(device)
+
+    at_readers = None
+    if reads != "before":
+        at_readers = on_device(readers)
+    at_read = None
+    if read is not None:
+        at_read = on_device(read)
 
     return Packing(
         tokens=on_device(stream),
@@ -242,11 +275,11 @@ def pack(batch: Batch, reads: Reads = "before", *, keeps_last: bool = False) -> 
         num_tokens=int(starts[-1]),
         runs=tuple(runs),
         predictors=on_device(predictors),
-        readers=None if reads == "before" else on_device(readers),
+        readers=at_readers,
         targets=on_device(tokens[rows_at, columns_at]),
         num_targets=len(rows_at),
         where=batch.mask,
-        read=None if read is None else on_device(read),
+        read=at_read,
         experts=_pack_experts(batch.experts, pieces, len(stream)),
     )
 
@@ -265,7 +298,9 @@ def _read(at: np.ndarray, size: int) -> np.ndarray | None:
     is_unread = np.ones(size, dtype=bool)
     is_unread[at] = False
     count = len(_rounded(np.flatnonzero(~is_unread)))
-    return np.argsort(is_unread, kind="stable")[:count] if 0 < count <= MOST_READ * size else None
+    if not 0 < count <= MOST_READ * size:
+        return None
+    return np.argsort(is_unread, kind="stable")[:count]
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:

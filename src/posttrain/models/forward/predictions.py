@@ -36,17 +36,23 @@ def max_logit_elements(gpu_memory: int | None) -> int:
 
     Logits plus temporaries (16 bytes each) use at most a sixteenth of GPU memory.
     """
-    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16)))
+    if gpu_memory is None:
+        return MAX_LOGIT_ELEMENTS
+    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
 
 
 def kept_elements(gpu_memory: int | None) -> int:
     """Choose how many trained-head probabilities are stored for backward."""
-    return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
+    if gpu_memory is None:
+        return KEPT_ELEMENTS
+    return int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
 def gpu_memory_of(device: torch.device) -> int | None:
     """GPU memory in bytes; None on CPU."""
-    return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,12 @@ class Draws:
 
     def per_token(self) -> dict[str, tuple[Tensor, int]]:
         """Collect per-token tensors by name, each paired with its filler value."""
-        named = {"sets": (self.sets, -1), "rows": (self.rows, 0), "columns": (self.columns, 0)}
-        named["is_barred"] = (self.is_barred, 0)
+        named = {
+            "sets": (self.sets, -1),
+            "rows": (self.rows, 0),
+            "columns": (self.columns, 0),
+            "is_barred": (self.is_barred, 0),
+        }
         return {name: (values, filler) for name, (values, filler) in named.items() if values is not None}
 
     def apply(self, logits: Tensor, own: dict[str, Tensor]) -> Tensor:
@@ -154,10 +164,17 @@ class Distribution:
 
         # Candidates need one gradient each per token; entropy gradients store three tables.
         slopes = states.is_head_fixed and candidates is None
-        kept = 0 if entropy == "differentiable" else kept_elements(gpu_memory_of(states.targets.device))
-        per_token = list(_in_chunks(run, states, (states.targets, *extra), slopes, kept))
-        of_candidates = None if candidates is None else per_token.pop()
-        return per_token[0], None if entropy == "none" else per_token[1], of_candidates
+        kept = 0
+        if entropy != "differentiable":
+            kept = kept_elements(gpu_memory_of(states.targets.device))
+        logprobs, *others = _in_chunks(run, states, (states.targets, *extra), slopes, kept)
+        entropies = None
+        if entropy != "none":
+            entropies = others.pop(0)
+        of_candidates = None
+        if candidates is not None:
+            of_candidates = others.pop()
+        return logprobs, entropies, of_candidates
 
     def likeliest(self, states: States, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
         """Find the k likeliest tokens ``int64 [M, K]`` plus log-probabilities ``float32 [M, K]``; K never exceeds V.
@@ -195,7 +212,8 @@ class Distribution:
         n = self.num_ids
         if n is None:
             return score_logits(logits, targets, self.temperature, entropy, candidates)
-        inside, own = logits[:, :n], targets.clamp(max=n - 1)
+        inside = logits[:, :n]
+        own = targets.clamp(max=n - 1)
         if self.restricts_targets:
             logprobs, entropies, of_candidates = score_logits(inside, own, self.temperature, entropy, candidates)
             return logprobs.masked_fill(targets >= n, LOG_ZERO), entropies, of_candidates
@@ -274,7 +292,8 @@ def _in_chunks(
     with_slopes = with_slopes and rows.requires_grad and torch.is_grad_enabled()
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, len(rows), chunk):
-        part, own = rows[start : start + chunk], tuple(x[start : start + chunk] for x in ids)
+        part = rows[start : start + chunk]
+        own = tuple(x[start : start + chunk] for x in ids)
         if with_slopes:
             pieces.append(WithSlopes.apply(part, run, own))
         elif (start + len(part)) * states.num_logits <= kept:

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
 import struct
 import sys
 from contextlib import redirect_stderr
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.published.catalog import MAGIC
+from posttrain.models.published.gguf_contents import check_contents, check_loaded, check_number_of_weights
 from posttrain.models.published.model_cache import is_cached, making, place_of
 from posttrain.option_types import shorten
+from posttrain.store.checkpoint_files import digest_of
 from posttrain.store.durable import storage_errors
 
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1_000_000  # plausible maximum for tensors and metadata entries
 FREE_SHARE = 8  # 4-bit data expands eightfold in fp32
-_READ_BYTES = 1 << 20
-
-
-def digest_of(path: Path) -> str:
-    """Compute a file's SHA-256, caching unchanged files."""
-    state = path.stat()
-    return _digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
-
-
-@lru_cache(maxsize=8)
-def _digest_of(path: Path, inode: int, size: int, time: int) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def dequantized(path: Path) -> Path:
@@ -73,7 +57,9 @@ def check_header(path: Path) -> None:
     if version not in VERSIONS:
         raise UsageError(f"model.name: {path} is a GGUF file of version {version}; versions 2 and 3 are read")
     if max(num_tensors, num_entries) > MAX_ENTRIES:
-        raise UsageError(f"model.name: {path} is damaged: its header counts {num_tensors:,} tensors")
+        raise UsageError(
+            f"model.name: {path} is damaged: its header counts {num_tensors:,} tensors and {num_entries:,} entries"
+        )
 
 
 def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> None:
@@ -100,17 +86,25 @@ def write_folder(path: Path, folder: Path, *, title: str, notes: str = "") -> No
 def read_gguf(path: Path) -> tuple[Any, Any]:
     """Load fp32 model and tokenizer through transformers."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    verbosity = transformers_logging.get_verbosity()
     try:
         import gguf  # noqa: F401  # transformers needs it, and says so less clearly
     except ImportError:
         raise UsageError("a GGUF file needs the package gguf; install it with: pip install gguf") from None
     try:
         options = {"pretrained_model_name_or_path": str(path.parent.resolve()), "gguf_file": path.name}
-        with redirect_stderr(io.StringIO()):  # bars of progress
+        with redirect_stderr(io.StringIO()):  # progress bars
+            check_contents(path)
+            config = AutoConfig.from_pretrained(**options)
+            check_number_of_weights(path, config)
             tokenizer = AutoTokenizer.from_pretrained(**options)
-            read = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+            transformers_logging.set_verbosity_error()  # its report of weights, which ``check_loaded`` makes
+            reports = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            read, report = AutoModelForCausalLM.from_pretrained(**options, **reports, dtype=torch.float32)
+        check_loaded(path, read.config, report)
         config = read.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # dequantized to fp32
@@ -119,12 +113,14 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         model.generation_config = read.generation_config
     except PosttrainError:
         raise
-    except Exception as error:  # of a damaged file the reader raises anything
+    except Exception as error:  # the reader raises anything for a damaged file
         what = f"{type(error).__name__}: {first_line(error)}"
         raise UsageError(
             f"model.name: {path}: transformers cannot read this GGUF file ({shorten(what)}); give a model in the "
             "Hugging Face layout instead"
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     return model, tokenizer
 
 

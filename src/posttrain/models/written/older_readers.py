@@ -1,4 +1,4 @@
-"""Compatibility keys for transformers 4 and programs following it.
+"""Compatibility keys for transformers 4 (tested: 4.57) and programs following it.
 
 transformers 5 writes rotary settings only as ``rope_parameters``, and uses a tokenizer class unknown to version 4.
 Older readers then silently use ``rope_theta`` 10,000.
@@ -13,9 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from posttrain.models.config import read_object
+from posttrain.models.config import read_object, write_object
 
-OLDEST = "4.57"  # transformers version tested with these keys
 _ROPE = "rope_parameters"
 _NEWER_TOKENIZER = "TokenizersBackend"
 _OLDER_TOKENIZER = "PreTrainedTokenizerFast"
@@ -39,7 +38,7 @@ def write_older_keys(folder: Path) -> bool:
         content = read_object(tokenizer)
         older = older_tokenizer(content)
         if older != content:
-            _write(tokenizer, older)
+            write_object(tokenizer, older)
     return is_readable
 
 
@@ -69,7 +68,9 @@ def older_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     keys = {"rope_theta": bases[0]} | _scaling(full)
     if kind.startswith("gemma3"):
         return keys | {"rope_local_base_freq": bases[1]}
-    return keys if bases[0] == bases[1] else None
+    if bases[0] == bases[1]:
+        return keys
+    return None
 
 
 def older_tokenizer(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _add_rope(path: Path) -> bool:
     if json.loads(before) == content:
         return is_known
     read = _read(path.parent)
-    _write(path, content)
+    write_object(path, content)
     now = _read(path.parent)
     if read is not None and now is not None and _is_same(read, now):
         return is_known
@@ -130,7 +131,3 @@ def _is_same(before: object, now: object) -> bool:
 
 def _is_of_text(key: str, value: object) -> bool:
     return isinstance(value, dict) and any(word in key for word in ("text", "language", "llm"))
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

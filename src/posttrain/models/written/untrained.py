@@ -7,7 +7,6 @@ architecture.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -21,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.config import Config, Model, read_object
-from posttrain.models.load import INDEX, OPTIONAL, LoadedModel, weight_files
+from posttrain.models.config import Config, read_object, write_object
+from posttrain.models.load import INDEX, LoadedModel, find_file, weight_files
 from posttrain.models.sources import SCORE, base_of, first_names, is_adapter
 from posttrain.option_types import shorten
+from posttrain.types import Model
 from posttrain.untrusted import kind_of_file
 
 PARTS = "untrained_parts"  # attribute set on trained models
@@ -69,12 +68,13 @@ def find_untrained(model: Model, source: str) -> UntrainedParts | None:
     """
     while is_adapter(source):
         source = base_of(source)
-    place = cached_file(source, "config.json", **OPTIONAL)
+    place = find_file(source, "config.json")
     stored = _stored_names(source)
     if place is None or not stored:
         return None
-    raw = read_object(Path(place))
-    files = tuple(p for p in (cached_file(source, name, **OPTIONAL) for name in PROCESSOR_FILES) if p is not None)
+    raw = read_object(place)
+    found = [find_file(source, name) for name in PROCESSOR_FILES]
+    files = tuple(file for file in found if file is not None)
     is_part = raw.get("model_type") != model.config.model_type
     written, required = _names_on_disk(model)
     kept = {name: file for name, file in stored.items() if not _is_written(name, written) and name != SCORE}
@@ -91,8 +91,8 @@ def find_untrained(model: Model, source: str) -> UntrainedParts | None:
     if not kept and not is_part and not files:
         return None
     if not is_part:
-        return UntrainedParts(source, type(model).__name__, kept, files=tuple(map(Path, files)))
-    return UntrainedParts(source, kind, kept, raw, _text_key(raw, source), tuple(map(Path, files)))
+        return UntrainedParts(source, type(model).__name__, kept, files=files)
+    return UntrainedParts(source, kind, kept, raw, _text_key(raw, source), files)
 
 
 def describe_other_parts(loaded: LoadedModel, *, is_scorer: bool) -> list[str]:
@@ -176,7 +176,7 @@ def _add_shard(folder: Path, files: list[Path], names: Mapping[str, Path], tenso
     weight_map = {name: places[file] for name, file in names.items()} | dict.fromkeys(tensors, last)
     num_bytes = sum((folder / name).stat().st_size for name in {*places.values(), last})
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / INDEX, index)
+    write_object(folder / INDEX, index)
 
 
 def _restore_config(folder: Path, whole: Mapping[str, Any], text_key: str) -> None:
@@ -190,7 +190,7 @@ def _restore_config(folder: Path, whole: Mapping[str, Any], text_key: str) -> No
         content["tie_word_embeddings"] = text.get("tie_word_embeddings", False)
     content[text_key] = {key: value for key, value in text.items() if key not in ("architectures", "auto_map")}
     content[text_key].pop("transformers_version", None)
-    _write_json(folder / "config.json", content)
+    write_object(folder / "config.json", content)
 
 
 def _stored_names(source: str) -> dict[str, Path]:
@@ -252,8 +252,7 @@ def _text_key(raw: Mapping[str, Any], source: str) -> str:
 def _group(name: str) -> str:
     """Extract a tensor name's leading components, which locate it."""
     parts = name.split(".")
-    return ".".join(parts[: 2 if parts[0] == "model" else 1])
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    depth = 1
+    if parts[0] == "model":
+        depth = 2
+    return ".".join(parts[:depth])

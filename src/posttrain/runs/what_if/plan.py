@@ -19,7 +19,7 @@ from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import traits_of
 from posttrain.runs.directory import MAX_NAME_CHARS, RunDirectory
-from posttrain.runs.resume import changed_lines, hard_changes
+from posttrain.runs.resume import ChangedKeys, changed_lines, hard_changes
 from posttrain.runs.what_if.changes import Change, parse_changes
 from posttrain.store.checkpoint_files import Unverified, checkpoint_steps, step_folder, verify
 from posttrain.store.durable import write_json
@@ -149,7 +149,11 @@ def plan_futures(run: Path, at: int, words: Sequence[str], steps: int | None, nu
         )
     changes = parse_changes(words)
     checkpoint, state = find_checkpoint(run, at)
-    _check_state(directory, recipe, at, checkpoint, state)
+    _check_processes(state, at, checkpoint)
+    settings = state.get("settings")
+    if isinstance(settings, Mapping):
+        since = f"--at {at}: the recipe of {directory.folder} changed after step {checkpoint}"
+        _check_changes(directory.changed_keys(recipe, settings), recipe.train.schedule, since)
     length = _length_of(recipe.train, state)
     end = _last_step(at, steps, length)
     plan = WhatIfPlan(
@@ -226,23 +230,20 @@ def find_checkpoint(run: Path, at: int) -> tuple[int, dict[str, Any]]:
     )
 
 
-def _check_state(directory: RunDirectory, recipe: Recipe, at: int, checkpoint: int, state: Mapping[str, Any]) -> None:
-    """Refuse checkpoints saved by a different recipe or by several processes."""
+def _check_processes(state: Mapping[str, Any], at: int, checkpoint: int) -> None:
+    """Refuse checkpoints saved by several processes."""
     if state.get("processes", 1) != 1:
         raise UsageError(
             f"--at {at}: the checkpoint at step {checkpoint} was saved by {state['processes']} processes, and a single "
             "process cannot reproduce their sums exactly. Give a single-process run"
         )
-    settings = state.get("settings")
-    if not isinstance(settings, Mapping):
-        return
-    changed = directory.changed_keys(recipe, settings)
-    if hard_changes(changed) or (changed and recipe.train.schedule != "constant"):
+
+
+def _check_changes(changed: ChangedKeys, schedule: str, since: str) -> None:
+    """Refuse checkpoints saved by a different recipe; ``since`` says where."""
+    if hard_changes(changed) or (changed and schedule != "constant"):
         lines = "; ".join(changed_lines(changed))
-        raise UsageError(
-            f"--at {at}: the recipe of {directory.folder} changed after step {checkpoint} ({lines}). Give a step after "
-            "the change"
-        )
+        raise UsageError(f"{since} ({lines}). Give a step after the change")
 
 
 def _length_of(train: TrainSection, state: Mapping[str, Any]) -> int:
@@ -297,7 +298,12 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
         )
     for key in keys:
         _check_key(key, change.label)
-    _check_parts(recipe, began, change.label, plan)
+    _check_head(recipe.objective, began.objective, change.label)
+    if began.model.init is not None and began.train.seed != recipe.train.seed:
+        raise RecipeError(
+            f"{change.label}: with model.init, the seed determines the initial weights, so they would differ. Omit it"
+        )
+    _check_length(began.train, change.label, plan)
     return began
 
 
@@ -311,21 +317,20 @@ def _check_key(key: str, label: str) -> None:
         raise RecipeError(f"{label}: {key} only controls which files are saved, never a future's results. Omit it")
 
 
-def _check_parts(recipe: Recipe, changed: Recipe, label: str, plan: WhatIfPlan) -> None:
-    """Refuse a recipe for which the checkpoint lacks state."""
-    heads = [(traits_of("objective", one.objective.name) or {}).get("head") for one in (recipe, changed)]
+def _check_head(before: Component, after: Component, label: str) -> None:
+    """Refuse an objective whose head the checkpoint lacks."""
+    heads = [(traits_of("objective", one.name) or {}).get("head") for one in (before, after)]
     if heads[0] != heads[1]:
         raise RecipeError(
             f"{label}: the checkpoint lacks the head required by this objective. Give a different objective"
         )
-    if changed.model.init is not None and changed.train.seed != recipe.train.seed:
-        raise RecipeError(
-            f"{label}: with model.init, the seed determines the initial weights, so they would differ. Omit it"
-        )
-    length = changed.train.steps
-    if length is not None and length < plan.end:
+
+
+def _check_length(train: TrainSection, label: str, plan: WhatIfPlan) -> None:
+    """Refuse a shorter run, and rollout batches that do not begin at the checkpoint."""
+    if train.steps is not None and train.steps < plan.end:
         raise RecipeError(f"{label}: the futures end at step {plan.end}. Give {plan.end} or more")
-    updates = changed.train.updates_per_batch
+    updates = train.updates_per_batch
     if updates != plan.updates and (plan.at % updates or plan.at % plan.updates):
         raise RecipeError(
             f"{label}: this changes the steps per rollout batch from {plan.updates} to {updates}, in the middle of a "

@@ -30,6 +30,7 @@ MAX_TOOLS = 128
 MAX_PAGES = 100  # of a server's list of tools
 MAX_DESCRIPTION_CHARS = 4_096
 MAX_SCHEMA_CHARS = 16_384
+MAX_ERROR_CHARS = 1_000  # of an error while its tools are listed
 MAX_WRITTEN_BYTES = 2_048  # of what a command writes on standard error, its end
 CLOSE_SECONDS = 10.0  # until a command that does not end is left to the package, which kills it
 _NAME = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
@@ -118,7 +119,7 @@ class McpConnection:
             tools = listed.result()
         except (EnvironmentFailed, ServerToolError) as error:
             self.close()
-            raise UsageError(f"{self.where}: {error}") from None
+            raise UsageError(f"{self.where}: {cut_end(' '.join(str(error).split()), MAX_ERROR_CHARS)}") from None
         try:
             return [self._make_tool(tool) for tool in self._chosen(tools)]
         except UsageError:

@@ -21,7 +21,6 @@ NUM_THREADS = 16
 class EnvironmentJob:
     """A submitted function. ``result`` or ``error`` is set once ``done``; a ``late`` job may still finish.
 
-
     ``cancels``: cancel its coroutine at the deadline.
     """
 

@@ -1,4 +1,4 @@
-"""Replies of an environment's ``respond``: the arguments that it may ask for, and the messages that it may return."""
+"""Environment method ``respond``: available arguments, and allowed return values."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ ARGUMENTS = ("text", "calls", "finish")
 
 @dataclass(frozen=True)
 class Responder:
-    """What an environment's ``respond`` asks for. With ``calls`` it answers all turns, and ``tools`` are its tools."""
+    """Arguments requested by an environment's ``respond``. With ``calls``, it answers all turns and has ``tools``."""
 
     arguments: frozenset[str]
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def answers_calls(self) -> bool:
-        """True if turns with tool calls are answered, too."""
+        """True if it also answers turns with tool calls."""
         return "calls" in self.arguments
 
 
 @dataclass(frozen=True)
 class HeardTurn:
-    """A finished turn: its text without calls, and the calls as (name, arguments as JSON). ``finish``: stop, length."""
+    """A finished turn: text without calls, and calls as (name, JSON arguments). ``finish``: ``stop`` or ``length``."""
 
     text: str
     calls: Sequence[tuple[str, str]]
     finish: Finish
 
     def arguments(self, names: frozenset[str]) -> dict[str, object]:
-        """Select what ``respond`` asks for."""
+        """Select arguments for ``respond``."""
         listed = []
         for number, (name, arguments) in enumerate(self.calls):
             listed.append({"id": f"call_{number}", "name": name, "arguments": arguments})
@@ -47,7 +47,7 @@ class HeardTurn:
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """Messages that follow a turn, all of one role. ``calls``: the turn's calls with their results."""
+    """Messages following a turn, all with the same role. ``calls``: calls in this turn, with results."""
 
     role: Literal["tool", "user"] = "user"
     contents: tuple[str, ...] = ()
@@ -55,17 +55,17 @@ class EnvironmentReply:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Contents other than results of calls."""
+        """Contents of user messages."""
         if self.role == "tool":
             return ()
         return self.contents
 
 
 def read_responder(environment: object, place: str) -> Responder | None:
-    """Inspect an environment's ``respond``; None if it has none.
+    """Inspect an environment's ``respond``; None if undefined.
 
     Raises:
-        UsageError: it asks for something else, or its ``tools`` are no tools in OpenAI's format.
+        UsageError: unknown arguments, or ``tools`` not in OpenAI format.
     """
     respond: Callable[..., object] | None = getattr(type(environment), "respond", None)
     if not callable(respond):
@@ -74,7 +74,7 @@ def read_responder(environment: object, place: str) -> Responder | None:
     for name in names:
         if name not in ARGUMENTS:
             raise UsageError(
-                f"{place}, respond: nothing is given as {name!r}.{suggest(name, ARGUMENTS)} It may ask for "
+                f"{place}, respond: unknown argument {name!r}.{suggest(name, ARGUMENTS)} Available: "
                 f"{', '.join(ARGUMENTS)}"
             )
     tools: Sequence[Mapping[str, Any]] = ()
@@ -86,43 +86,45 @@ def read_responder(environment: object, place: str) -> Responder | None:
             function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UsageError(
-                f'{place}, tools: {tool!r:.80} is no tool; write {{"type": "function", "function": {{"name": ..., '
+                f'{place}, tools: {tool!r:.80} is not a tool; write {{"type": "function", "function": {{"name": ..., '
                 '"parameters": ...}}'
             )
     return Responder(frozenset(names), tuple(tools))
 
 
 def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
-    """Read what ``respond`` returned for a turn; None ends the episode.
+    """Parse a return value of ``respond``; None ends the episode.
 
     Raises:
-        ValueError: no text or messages, messages of several roles, or a result of no call.
+        ValueError: neither text nor messages, mixed roles, or a result without a call.
     """
     if returned is None:
         return None
     if isinstance(returned, str):
         return EnvironmentReply(contents=(result_text(returned),))
     if not isinstance(returned, list | tuple) or not returned:
-        raise ValueError(f"respond returned {returned!r:.80}; return a text, messages, or None to end the episode")
+        raise ValueError(f"respond returned {returned!r:.80}; return text, messages, or None to end the episode")
     roles = set()
     contents: list[str] = []
     results: dict[str, tuple[str, CallOutcome]] = {}
     ids = [f"call_{number}" for number in range(len(turn.calls))]
     for message in returned:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise ValueError(f"respond returned {message!r:.80}, which is no message with a role and a text")
+            raise ValueError(f"respond returned {message!r:.80}, which is not a message with role and text")
         roles.add(message.get("role"))
         contents.append(result_text(message["content"]))
         if message.get("role") == "tool":
             place = message.get("tool_call_id")
             if place not in ids or place in results:
-                raise ValueError(f"respond returned a result of call {place!r:.40}; this turn has: {', '.join(ids)}")
+                raise ValueError(f"respond returned a result for call {place!r:.40}; this turn has: {', '.join(ids)}")
             outcome = message.get("outcome", "ok")
             if outcome not in get_args(CallOutcome):
                 raise ValueError(f"respond returned the outcome {outcome!r:.40}; there are {get_args(CallOutcome)}")
             results[place] = (contents[-1], outcome)
     if len(roles) > 1:
-        raise ValueError(f"respond returned messages of several roles ({', '.join(sorted(map(str, roles)))}); use one")
+        raise ValueError(
+            f"respond returned messages with several roles ({', '.join(sorted(map(str, roles)))}); use one"
+        )
     (role,) = roles
     calls = tuple(
         Call(name, arguments, *results.get(place, ("", "ok")))
@@ -132,4 +134,4 @@ def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
         return EnvironmentReply("tool", tuple(contents), calls)
     if role == "user":
         return EnvironmentReply("user", tuple(contents), calls)
-    raise ValueError(f"respond returned a message of the role {role!r:.40}; its messages are of tool or user")
+    raise ValueError(f"respond returned a message with role {role!r:.40}; use tool or user")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from posttrain.models.forward.forward import causal_lm
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
 from posttrain.sampling.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, Window, pad_right
@@ -105,12 +106,16 @@ class FastDecoder:
     @staticmethod
     def bind(model: PreTrainedModel, max_positions: int) -> FastDecoder | None:
         """Return a decoder for positions below ``max_positions``, or None if the model's parts are not ours."""
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
+        inner = causal_lm(model)
+        base = getattr(inner, "model", None)
+        head = getattr(inner, "lm_head", None)
         if base is None or type(head) is not nn.Linear or not _fits(base, inner.config):
             return None
-        window, kinds = (getattr(inner.config, name, None) for name in ("sliding_window", "layer_types"))
-        is_used = "sliding_attention" in kinds if kinds else getattr(inner.config, "use_sliding_window", True)
+        window = getattr(inner.config, "sliding_window", None)
+        kinds = getattr(inner.config, "layer_types", None)
+        is_used = getattr(inner.config, "use_sliding_window", True)
+        if kinds:
+            is_used = "sliding_attention" in kinds
         if window is not None and is_used and max_positions > window:
             return None  # in some families the configuration alone has it
         return FastDecoder(base, head, max_positions)

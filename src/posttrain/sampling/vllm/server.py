@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from typing import Literal
 from transformers import AutoConfig, PretrainedConfig
 
 from posttrain.errors import RunFailure, UsageError
+from posttrain.folders import folder_name
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
 from posttrain.option_types import shorten
@@ -180,8 +180,7 @@ def served_names(model: str) -> tuple[str, ...]:
         label = "tiny"
     if folder.parent.name == "checkpoints":
         label = f"{folder.parent.parent.name}-{label}"
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"
-    return f"{label}-{weights_fingerprint(folder)}", source
+    return f"{folder_name(label) or 'model'}-{weights_fingerprint(folder)}", source
 
 
 def absolute_source(model: str) -> str:

@@ -35,6 +35,7 @@ from posttrain.sweeps.file import (
     SweepFile,
     SweepRow,
     choose_rows,
+    divide_overrides,
     error_at,
     read_needs,
     read_sweep,
@@ -132,8 +133,7 @@ class ComparisonPlan:
         data = self._data(stage, row.recipe, variant)
         data["train"] = {**data["train"], "lr": rate, "seed": seed}
         data["description"] = f"{row.name} with seed {seed}, a trial of the comparison {self.folder.name}."
-        with_line = f"row {row.name!r}"
-        recipe = validate_recipe(data, with_line).resolve()
+        recipe = validate_recipe(data, f"row {row.name!r}").resolve()
         folder = self.folder / TRIALS / name
         return ComparisonTrial(
             stage=stage, row=row.name, variant=variant, rate=rate, seed=seed, folder=folder, recipe=recipe
@@ -195,7 +195,7 @@ def names_comparison(name_or_path: str, overrides: Overrides, over: object) -> b
     """Check if a sweep file has a ``comparison`` section."""
     if over is not None:
         return False
-    own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
+    own, _ = divide_overrides(overrides)
     content, _ = read_sweep(name_or_path, own, None)
     return content.comparison is not None
 
@@ -217,8 +217,7 @@ def load_comparison(
     for key in ("train.seed", "train.lr"):
         if key in dict(overrides):
             raise UsageError(f"--{key}: set per trial; use --seeds and --comparison.rates instead")
-    own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
-    common = [override for override in overrides if override not in own]
+    own, common = divide_overrides(overrides)
     content, document = read_sweep(name_or_path, own, None)
     design = content.comparison
     assert design is not None, "names_comparison has said so"

@@ -35,7 +35,7 @@ from posttrain.sweeps.comparison.records import (
     record_path,
     write_trial_record,
 )
-from posttrain.sweeps.runner import Say, SweepOutcome
+from posttrain.sweeps.runner import Say, SweepOutcome, refuse_other_folder
 from posttrain.untrusted import allow_code_options
 
 Launch = Callable[..., RunResult]
@@ -126,10 +126,7 @@ def make_comparison(
 def _claim(plan: ComparisonPlan) -> None:
     """Write the plan to its folder; refuse a folder with other contents."""
     folder = plan.folder
-    if folder.exists() and not (folder / PLAN).is_file():
-        is_taken = not folder.is_dir() or any(not item.name.startswith((".lock", ".tmp-")) for item in folder.iterdir())
-        if is_taken:
-            raise RunConflict(f"{folder}: exists and is not a sweep. Choose a different name with --run NAME")
+    refuse_other_folder(folder)
     refuse_live_folder(folder)  # a regular sweep may be running there
     if folder.exists():
         refuse_links(folder)

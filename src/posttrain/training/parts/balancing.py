@@ -14,7 +14,7 @@ from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward, causal_lm
 from posttrain.models.forward.micro import MicroBatching, split_rows
 from posttrain.models.forward.routing.routers import Routers, RouterSums, configured_coefficient, find_routers
-from posttrain.types import Batch
+from posttrain.types import LEFT_OUT, Batch
 
 AUXILIARY_LOSS = "router_aux_loss"
 
@@ -32,8 +32,10 @@ class RouterBalancing:
         """Track routers in every forward pass inside the block, after computing f over the whole batch.
 
         This requires a separate forward pass (no gradients, no adapter dropout), unless a single process handles the
-        batch in one micro-batch.
+        batch in one micro-batch. Rows that count only in denominators take no part.
         """
+        if LEFT_OUT in batch.fields:
+            batch = batch.select(torch.where(batch.fields[LEFT_OUT] == 0)[0].tolist())
         balanced = BalancedBatch(self)
         self.policy.routers = self.routers
         try:

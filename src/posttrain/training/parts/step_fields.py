@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from posttrain.algorithms.objectives.primitives import log_ratio
 from posttrain.randomness import derive_key, uniforms
-from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.training.batch_fields import Scorer
 from posttrain.types import Batch
@@ -21,20 +23,20 @@ def policy_logprobs(batch: Batch, policy: Scorer) -> dict[str, Tensor]:
 
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "old_logprobs", "advantages"))
-def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
+def clip_cov_tokens(batch: Batch, objective_options: Mapping[str, Any], seed: int, step: int) -> Tensor:
     """``[B, T]`` indicator for tokens drawn by ``clip_cov`` from unclipped tokens.
 
     The draw depends only on (seed, step, row).
     """
     from posttrain.algorithms.masks import draw_in_range, number_of, token_covariance
 
-    options = recipe.objective.options
+    options = objective_options
     mask = batch.trained_mask
     advantages = batch.field("advantages")
     ratio = log_ratio(batch.field("policy_logprobs"), batch.field("old_logprobs"), mask).exp()
     falls = (ratio < 1.0 - options["clip_low"]) & (advantages < 0)
     rises = (ratio > 1.0 + options["clip_high"]) & (advantages > 0)
-    keys = [derive_key(recipe.train.seed, "clip_cov", step, row) for row in range(batch.num_rows)]
+    keys = [derive_key(seed, "clip_cov", step, row) for row in range(batch.num_rows)]
     draws = torch.from_numpy(uniforms(keys, batch.mask.shape[1]))
     covariance = token_covariance(batch.field("policy_logprobs"), advantages, mask)
     number = number_of(options["share"], mask)
@@ -43,13 +45,13 @@ def clip_cov_tokens(batch: Batch, recipe: Recipe, step: int) -> Tensor:
 
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "advantages"))
-def kl_cov_tokens(batch: Batch, recipe: Recipe) -> Tensor:
+def kl_cov_tokens(batch: Batch, objective_options: Mapping[str, Any]) -> Tensor:
     """``[B, T]`` indicator for tokens with the largest covariance, penalized by ``kl_cov``."""
     from posttrain.algorithms.masks import largest, number_of, token_covariance
 
     mask = batch.trained_mask
     covariance = token_covariance(batch.field("policy_logprobs"), batch.field("advantages"), mask)
-    return largest(covariance, mask, number_of(recipe.objective.options["share"], mask)).float()
+    return largest(covariance, mask, number_of(objective_options["share"], mask)).float()
 
 
 @register("batch_field", each_step=True, needs=("policy_logprobs", "ref_logprobs"))

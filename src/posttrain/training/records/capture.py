@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from posttrain.models.forward.routing.routers import RouterSums
 from posttrain.process_group import ProcessGroup
 from posttrain.types import Batch, Loss, Outputs, with_float64
 
@@ -20,13 +21,14 @@ class Captured:
 
     ``values``: objective values ``[B, T]`` or ``[U]``, multiplied by the correction; ``outputs``: tensors by name
     ``[B, T]`` (``[B, T, C]`` for C-class scores); ``slopes``: loss derivatives for these; computed: ``bool [B]``,
-    rows with a forward pass.
+    rows with a forward pass; routing: sums of routers under an auxiliary loss.
     """
 
     values: Tensor
     outputs: dict[str, Tensor]
     slopes: dict[str, Tensor]
     computed: Tensor
+    routing: RouterSums | None = None
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Capture:
     """Stores micro-batch results on device until ``collect``."""
 
     _parts: list[tuple[list[int], dict[str, Tensor]]] = field(default_factory=list)
+    routing: RouterSums | None = None
 
     def watch(self, outputs: Outputs) -> None:
         """Request loss derivatives for outputs. Call before ``backward``."""
@@ -53,6 +56,10 @@ class Capture:
             if tensor.requires_grad and not tensor.is_leaf and tensor.grad is not None:
                 kept[f"d_{name}"] = tensor.grad
         self._parts.append((list(rows), kept))
+
+    def note_routing(self, whole: RouterSums | None) -> None:
+        """Store sums over the whole batch for its routers."""
+        self.routing = whole
 
     def collect(self, batch: Batch, level: str, process_group: ProcessGroup) -> Captured:
         """Gather results across micro-batches and processes. Must be called by every process."""
@@ -75,7 +82,7 @@ class Capture:
         process_group.add([computed, *tensors.values()], "results of rows")
         slopes = {name.removeprefix("d_"): x for name, x in tensors.items() if name.startswith("d_")}
         outputs = {name: x for name, x in tensors.items() if name in WATCHED}
-        return Captured(tensors["values"], outputs, slopes, computed > 0)
+        return Captured(tensors["values"], outputs, slopes, computed > 0, self.routing)
 
     def _fill(self, whole: Tensor, rows: Sequence[int], part: Tensor, each: int) -> None:
         """Write row or unit results at their batch positions."""
@@ -93,6 +100,9 @@ class _NoCapture(Capture):
         """Does nothing."""
 
     def add(self, rows: Sequence[int], outputs: Outputs, values: Tensor) -> None:
+        """Does nothing."""
+
+    def note_routing(self, whole: RouterSums | None) -> None:
         """Does nothing."""
 
 

@@ -15,13 +15,15 @@ from posttrain.balances.record import (
     OptimizerFacts,
     PenaltyFacts,
     ReferenceFacts,
+    RouterFacts,
     SamplingFacts,
     UpdateFacts,
 )
 from posttrain.balances.weights import formulas_of_weights
 from posttrain.data.render import stop_ids
 from posttrain.models.config import context_length
-from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.forward import Forward, causal_lm
+from posttrain.models.forward.routing.routers import configured_coefficient, find_routers
 from posttrain.models.load import LoadedModel
 from posttrain.recipes.sections import MIXTURE, Component, RolloutSection, TrainSection
 from posttrain.sampling.base import MOST_KEPT
@@ -31,6 +33,7 @@ from posttrain.training.checks import Components
 from posttrain.training.mismatch import has_dropout
 
 TURN_REWARD = "turn_rewards"
+RUBRIC = "rubric"  # reward, its part, and the default key of its criteria
 UNKNOWN_LAYERS = 32
 
 
@@ -75,6 +78,7 @@ def describe_run(
         masks=tuple(MaskFacts(one.name, one.options, one.divisor) for one in recipe.masks),
         **regularizers,
         reference=reference,
+        routers=_describe_routers(recipe.train.router_aux_loss_coef, policy),
         level=components.level,
         sampling=sampling,
         optimizer=_describe_optimizer(recipe.optimizer, recipe.train),
@@ -85,6 +89,19 @@ def describe_run(
         has_dropout=has_dropout(policy.model),
         num_given=None if recipe.data is None else num_examples,
     )
+
+
+def _describe_routers(coefficient: float | None, policy: Forward) -> RouterFacts | None:
+    """Describe routers trained with an auxiliary loss; None without one."""
+    base = causal_lm(policy.model)
+    if coefficient is None:
+        coefficient = configured_coefficient(base)
+    routers = None
+    if coefficient:
+        routers = find_routers(base)
+    if routers is None:
+        return None
+    return RouterFacts(len(routers.modules), int(base.config.get_text_config().num_experts_per_tok))
 
 
 def _formula(component: Component | None) -> Formula | None:
@@ -120,6 +137,10 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
     reads_samples = any(comes_from_rollouts(name) for name in components.needs)
     replays = replays_sets(rollout, components.needs)
     samples = components.engine.traits.get("samples", True)
+    rubrics = [reward for reward in recipe.rewards if reward.name == RUBRIC]
+    rubric_key: str | None = None
+    if len(rubrics) == 1:
+        rubric_key = str(rubrics[0].options.get("key", RUBRIC))
     return SamplingFacts(
         num_prompts=rollout.num_prompts,
         group_size=rollout.group_size,
@@ -142,6 +163,8 @@ def _describe_sampling(components: Components, rollout: RolloutSection) -> Sampl
         at_scored_temperature=(rollout.temperature == 1.0 and not rollout.has_rules) or reads_samples,
         draws=bool(samples),
         penalty=penalty,
+        rubric=RUBRIC if rubric_key is not None else None,
+        rubric_key=rubric_key,
     )
 
 

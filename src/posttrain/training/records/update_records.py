@@ -12,9 +12,18 @@ from torch import Tensor
 from posttrain.balances.advantages import expected_advantages, following_kl_weight, own_logprobs
 from posttrain.balances.checks import check_balances
 from posttrain.balances.findings import Imbalance
-from posttrain.balances.of_answers import surprise_of
+from posttrain.balances.of_answers import criterion_weights, surprise_of
+from posttrain.balances.of_routing import summed_routing
 from posttrain.balances.of_updates import NUM_STEPS
-from posttrain.balances.record import Before, RowSums, SampledAnswer, StepRecord, TokenRecord, UpdateFacts
+from posttrain.balances.record import (
+    Before,
+    RoutingRecord,
+    RowSums,
+    SampledAnswer,
+    StepRecord,
+    TokenRecord,
+    UpdateFacts,
+)
 from posttrain.errors import Unbalanced
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
@@ -35,7 +44,7 @@ NUM_SCORED_AGAIN = 2  # number of rows to check if trainer and sampler temperatu
 # Fields over all batch rows, which determine advantages and sampler mismatch.
 OF_WHOLE_BATCHES = ("ref_logprobs", "old_values", "final_values", "old_logprobs", "sampler_logprobs")
 # Update and batch metrics included in records.
-KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward")
+KEPT_METRICS = ("clip_fraction", "kl_weight", "kl_in_reward", "router_aux_loss", "router_max_load")
 
 
 def open_records(
@@ -53,9 +62,12 @@ def open_records(
     return UpdateRecords(parts.facts, weights, store, process_group, ends_run)
 
 
-def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnswer:
-    """Convert a graded rollout; ``keeps_unscored``: see ``SamplingFacts``."""
+def sampled_answer(rollout: Rollout, keeps_unscored: bool = True, rubric_key: str | None = None) -> SampledAnswer:
+    """Convert a graded rollout; ``keeps_unscored``: see ``SamplingFacts``; ``rubric_key``: criteria in its row."""
     completion = rollout.completion
+    criteria: tuple[float, ...] = ()
+    if rubric_key is not None:
+        criteria = criterion_weights(rollout.example.meta.get(rubric_key))
     return SampledAnswer(
         rollout.prompt_index,
         rollout.epoch,
@@ -75,6 +87,7 @@ def sampled_answer(rollout: Rollout, keeps_unscored: bool = True) -> SampledAnsw
         skipped=rollout.skipped,
         is_scored=rollout.is_scored,
         kept=completion.kept,
+        criteria=criteria,
     )
 
 
@@ -151,6 +164,8 @@ class UpdateRecords:
             measured = {"loss": loss, "leftover": float(self._leftover), **again, **self._kl_weight}
             measured |= {name: metrics[name] for name in KEPT_METRICS if name in metrics}
             measured |= self._surprise(self._record)
+            if self._record.routing is not None:
+                measured |= summed_routing(self._record.routing)
             if self._record.facts != self.facts:
                 measured["changed"] = 1.0
             self._record = replace(self._record, measured=measured)
@@ -212,7 +227,10 @@ class UpdateRecords:
         if draw.rollouts:
             sampling = self.facts.sampling
             keeps = sampling is None or sampling.keeps_unscored
-            self._answers = [sampled_answer(rollout, keeps) for rollout in draw.rollouts]
+            key = None
+            if sampling is not None:
+                key = sampling.rubric_key
+            self._answers = [sampled_answer(rollout, keeps, key) for rollout in draw.rollouts]
             self._advantages = None
             self._is_changed = draw.is_changed
             self._kl_weight = {name: x for name, x in draw.metrics.items() if name in ("kl_weight", "kl_in_reward")}
@@ -236,6 +254,7 @@ class UpdateRecords:
             scores=captured.outputs.get("scores"),
             whole=whole,
             whole_answers=whole_answers,
+            lengths=batch.lengths,
         )
         rows = self._sum_rows(tokens, captured.computed, batch.rows_per_unit)
         facts = self.facts
@@ -254,6 +273,7 @@ class UpdateRecords:
             tokens,
             self.before,
             self._advantages,
+            _routing_of(captured),
         )
 
     def _with_advantages(self, record: StepRecord) -> StepRecord:
@@ -415,3 +435,11 @@ def _divergence(one: Tensor | None, other: Tensor | None, mask: Tensor) -> Tenso
         return torch.full((len(mask),), math.nan, dtype=torch.float64)
     r = (one.double() - other.double()).clamp(-LARGEST_RATIO, LARGEST_RATIO)
     return _total(torch.expm1(-r) + r, mask)
+
+
+def _routing_of(captured: Captured) -> RoutingRecord | None:
+    """Convert router sums; None without an auxiliary loss."""
+    sums = captured.routing
+    if sums is None:
+        return None
+    return RoutingRecord(sums.counts.cpu(), sums.probabilities.detach().cpu(), float(sums.num_tokens))

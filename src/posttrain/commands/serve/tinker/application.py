@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrain.commands.serve.access import error_response
+from posttrain.commands.serve.endpoints import build_application, parse_json
 from posttrain.commands.serve.limits import read_content
 from posttrain.commands.serve.requests import BadRequest
 from posttrain.commands.serve.tinker import bodies
@@ -23,7 +21,6 @@ from posttrain.commands.serve.tinker.service import Service
 from posttrain.commands.serve.tinker.states import Kind
 from posttrain.commands.serve.tinker.wire import PROTOBUF, read_loss_request
 from posttrain.commands.serve.tinker.work import BodyMark, Failed, Promise, RequestResult, describe_body
-from posttrain.errors import PosttrainError
 
 MAX_JSON_BYTES = 4_000_000
 MAX_ROWS_BYTES = 32_000_000
@@ -43,22 +40,7 @@ class TinkerApi:
 
     def application(self) -> Starlette:
         """Build the ASGI application."""
-        routes = self._routes()
-        known = "; ".join(f"{min((route.methods or {'GET'}) - {'HEAD'})} {route.path}" for route in routes)
-
-        async def respond(request: Request, error: Exception) -> Response:
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            if isinstance(error, HTTPException):
-                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
-            if isinstance(error, RecursionError):
-                error = BadRequest("the body is nested too deeply")
-            if not isinstance(error, PosttrainError):  # print the traceback on the server
-                error = PosttrainError(f"the server failed ({type(error).__name__}); see the server's terminal")
-            return error_response(error)
-
-        kinds: Sequence[object] = (PosttrainError, HTTPException, RecursionError, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, respond))
+        return build_application(self._routes())
 
     def _routes(self) -> list[Route]:
         posts = {
@@ -323,12 +305,7 @@ class TinkerApi:
         content = await read_content(request, MAX_JSON_BYTES)
 
         def parse() -> bodies.BodyT:
-            try:
-                body = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                problem = f"the body is not JSON: {type(error).__name__}: {error}"
-                raise BadRequest(problem, code="no_json") from None
-            return bodies.read_body(kind, body)
+            return bodies.read_body(kind, parse_json(content))
 
         parsed = await asyncio.get_running_loop().run_in_executor(self._reader, parse)
         return parsed, describe_body(content)

@@ -178,7 +178,7 @@ def find_replay(base: Model) -> RouterReplay:
     """
     routers = [module for module in base.modules() if type(module).__name__ in GATES]
     if not routers:
-        unknown = sorted({type(m).__name__ for m in base.modules() if "outer" in type(m).__name__})
+        unknown = sorted({type(m).__name__ for m in base.modules() if "router" in type(m).__name__.lower()})
         named = ", ".join(unknown) or type(base).__name__
         raise RecipeError(f"{KEY}: not supported for {named}. Supported: {', '.join(GATES)}; remove it")
     gates = [GATES[type(router).__name__] for router in routers]

@@ -105,7 +105,7 @@ def expected_step(material: AuditMaterial, computed: Recomputed) -> ExpectedStep
     after: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
     for name, weights in trained.items():
-        settings[name] = _settings_of(optimizer, weights, rate * ratio_of(material.recipe.train.lr_ratios, name))
+        settings[name] = _settings_of(optimizer, weights, rate * ratio_of(material.lr_ratios, name))
         known = read_moments(material.state, name)
         if known is None:
             known = Moments.none(weights)
@@ -129,8 +129,7 @@ def compare_all(material: AuditMaterial, computed: Recomputed) -> Iterator[Audit
     """Yield all comparisons, those closest to a root cause first."""
     step = expected_step(material, computed)
     limits = FINE
-    recipe = material.recipe
-    if recipe.model.dtype == "bf16" or recipe.train.precision != "fp32":
+    if material.is_coarse:
         limits = COARSE
     yield from _of_scores(material, computed)
     yield _of_loss(material, computed, limits)

@@ -28,7 +28,7 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.runs.diagnosis.audit.adam import ratio_of
 from posttrain.runs.diagnosis.audit.gradient import AuditedRows
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.resume import changed_lines, hard_changes
+from posttrain.runs.resume import ChangedKeys, changed_lines, hard_changes
 from posttrain.runs.what_if.plan import read_own_recipe
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.rollouts import RolloutStore
@@ -49,10 +49,10 @@ class AuditMaterial:
 
     model: weights before the update; trained parameters have ``requires_grad``. state: optimizer state before the
     update, named as in ``optimizer.safetensors`` (empty before the first update). after: optimizer state and weights
-    from the checkpoint after the update, if present. reference: see ``gradient.recompute``.
+    from the checkpoint after the update, if present. reference: see ``gradient.recompute``. lr_ratios:
+    ``train.lr_ratios``. is_coarse: the trainer computed in less than fp32.
     """
 
-    recipe: Recipe
     record: StepRecord
     rows: AuditedRows
     temperature: float
@@ -60,6 +60,8 @@ class AuditMaterial:
     state: Mapping[str, Tensor]
     reference: tuple[Any, AbstractContextManager[Any]] | None
     after: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None
+    lr_ratios: Mapping[str, float]
+    is_coarse: bool
 
 
 def open_material(folder: Path, step: int) -> AuditMaterial:
@@ -72,12 +74,19 @@ def open_material(folder: Path, step: int) -> AuditMaterial:
     directory = RunDirectory(folder)
     recipe = read_own_recipe(directory)
     facts = _read_facts(folder)
-    _refuse_kind(recipe, facts, step)
-    record = _record_of(folder, recipe, step)
-    before = _checkpoint_before(directory, recipe, step, knows_length=NUM_STEPS in record.measured)
+    for key, why in _reasons(recipe, facts):
+        raise _refusal(step, f"{key}: {why}, so this run cannot be audited. Its balances are checked without --audit")
     section = recipe.model.model_copy(update={"device": "auto", "attention": "sdpa"})
-    loaded = _load_before(recipe, section, before)
-    rows = _rows_of(recipe, record, loaded, before)
+    record = _record_of(folder, section, step)
+    before = _checkpoint_before(folder, section, step)
+    if before is not None and isinstance(before.state.get("settings"), Mapping):
+        changed = directory.changed_keys(recipe, before.state["settings"])
+        _refuse_changes(changed, step, knows_length=NUM_STEPS in record.measured)
+    loaded = _load_before(section, recipe.train.seed, before)
+    if record.facts.sampling is None:
+        rows = _given_rows(recipe, record, loaded)
+    else:
+        rows = _sampled_rows(record, loaded, before)
     _compare_rows(record, rows, step)
     model = loaded.model
     for name, parameter in model.named_parameters():
@@ -88,9 +97,17 @@ def open_material(folder: Path, step: int) -> AuditMaterial:
         state = before.optimizer
     reference: tuple[Any, AbstractContextManager[Any]] | None = None
     if rows.reads_reference:
-        reference = _reference(recipe, section, model, before)
+        reference = _reference(section, recipe.train.seed, model, before)
     return AuditMaterial(
-        recipe, record, rows, _temperature(facts), model, state, reference, _read_after(folder, section, step)
+        record,
+        rows,
+        _temperature(facts),
+        model,
+        state,
+        reference,
+        _read_after(folder, section, step),
+        lr_ratios=recipe.train.lr_ratios,
+        is_coarse=recipe.model.dtype == "bf16" or recipe.train.precision != "fp32",
     )
 
 
@@ -110,17 +127,8 @@ def _read_facts(folder: Path) -> UpdateFacts:
     return facts
 
 
-def _refuse_kind(recipe: Recipe, facts: UpdateFacts, step: int) -> None:
-    """Refuse a run whose gradient plain code cannot recompute.
-
-    Raises:
-        UsageError: names the key and the reason.
-    """
-    for key, why in _reasons(recipe, facts):
-        raise _refusal(step, f"{key}: {why}, so this run cannot be audited. Its balances are checked without --audit")
-
-
 def _reasons(recipe: Recipe, facts: UpdateFacts) -> Iterator[tuple[str, str]]:
+    """Yield keys, with the reason why plain code cannot recompute this run's gradients."""
     name = facts.objective.name
     aggregations, corrections = formulas_of_weights()
     if recipe.scale.processes > 1 or recipe.scale.launcher == "ray":
@@ -150,11 +158,19 @@ def _reasons(recipe: Recipe, facts: UpdateFacts) -> Iterator[tuple[str, str]]:
         yield "rollout.truncated_divisor", "averages include answers outside the update's rows"
     if sampling is not None and sampling.replays:
         yield "rollout.top_k", "log-probabilities are normalized over sampled token sets"
+    if facts.reference is not None:
+        yield "reference", "it moves, and audits compare with the initial model"
+    if recipe.rollout is not None and recipe.rollout.router_replay:
+        yield "rollout.router_replay", "the experts chosen while sampling are not recorded"
+    if recipe.train.router_aux_loss_coef or facts.routers is not None:
+        yield "train.router_aux_loss_coef", "the routers' loss has no reference formula for its gradient"
+    if recipe.train.neftune_noise_alpha is not None:
+        yield "train.neftune_noise_alpha", "embedding noise is random"
     if facts.has_dropout or (recipe.model.adapter is not None and recipe.model.adapter.dropout):
         yield "model.adapter.dropout", "dropout is random"
 
 
-def _record_of(folder: Path, recipe: Recipe, step: int) -> StepRecord:
+def _record_of(folder: Path, section: ModelSection, step: int) -> StepRecord:
     store = RolloutStore(folder / "rollouts.db", read_only=True)
     found: StepRecord | None = None
     last = 0
@@ -164,7 +180,7 @@ def _record_of(folder: Path, recipe: Recipe, step: int) -> StepRecord:
             found = record
             break
     if found is None and step > last:
-        raise _refusal(step, f"{folder} has records only up to update {last}. {_shown(folder, recipe)}")
+        raise _refusal(step, f"{folder} has records only up to update {last}. {_shown(folder, section)}")
     if found is None or found.rows is None or not len(found.rows):
         raise _refusal(step, "the update trained on no rows, so it has no gradient. Choose a different step")
     if "changed" in found.measured:
@@ -172,11 +188,11 @@ def _record_of(folder: Path, recipe: Recipe, step: int) -> StepRecord:
     return found
 
 
-def _shown(folder: Path, recipe: Recipe, but: int = 0) -> str:
+def _shown(folder: Path, section: ModelSection, but: int = 0) -> str:
     """List auditable updates: one after each checkpoint, and the first if training began from a stored model."""
     last = RolloutStore(folder / "rollouts.db", read_only=True).last_update()
     steps = [step + 1 for step in checkpoint_steps(folder / "checkpoints") if last is not None and step < last.step]
-    if recipe.model.init is None:
+    if section.init is None:
         steps = [1, *steps]
     shown = ", ".join(str(step) for step in steps[:NUM_STEPS_SHOWN] if step != but)
     if not shown:
@@ -186,45 +202,46 @@ def _shown(folder: Path, recipe: Recipe, but: int = 0) -> str:
     return f"Updates that can be audited: {shown}"
 
 
-def _checkpoint_before(directory: RunDirectory, recipe: Recipe, step: int, *, knows_length: bool) -> Checkpoint | None:
+def _checkpoint_before(folder: Path, section: ModelSection, step: int) -> Checkpoint | None:
     """Load the checkpoint before ``step``; None before the first update.
 
-    ``knows_length``: the record includes the run's number of steps at that time; a resumed run may be longer.
-
     Raises:
-        UsageError: no such checkpoint, or the run continued with a different recipe.
+        UsageError: no such checkpoint, or several processes saved it.
         CheckpointError: the checkpoint is damaged.
     """
-    if step == 1 and recipe.model.init is None:
+    if step == 1 and section.init is None:
         return None
-    folder = directory.folder / "checkpoints"
-    if step - 1 not in checkpoint_steps(folder):
+    checkpoints = folder / "checkpoints"
+    if step - 1 not in checkpoint_steps(checkpoints):
         why = f"the checkpoint from step {step - 1} is missing"
         if step == 1:
             why = "model.init: the initial random weights were not saved"
-        raise _refusal(step, f"{why}. {_shown(directory.folder, recipe, step)}")
-    checkpoint = load_checkpoint(folder, step - 1)
+        raise _refusal(step, f"{why}. {_shown(folder, section, step)}")
+    checkpoint = load_checkpoint(checkpoints, step - 1)
     assert checkpoint is not None, "a step was named"
     if checkpoint.state.get("processes", 1) != 1 or not isinstance(checkpoint.optimizer, dict):
         raise _refusal(step, f"several processes saved the checkpoint at step {step - 1}. Choose a different step")
-    settings = checkpoint.state.get("settings")
-    if isinstance(settings, Mapping):
-        changed = directory.changed_keys(recipe, settings)
-        if hard_changes(changed) or (changed and not knows_length):
-            lines = "; ".join(changed_lines(changed))
-            raise _refusal(step, f"the recipe changed after step {step - 1} ({lines})")
     return checkpoint
 
 
-def _load_before(recipe: Recipe, section: ModelSection, before: Checkpoint | None) -> LoadedModel:
-    """Load the model with the weights before the update."""
+def _refuse_changes(changed: ChangedKeys, step: int, *, knows_length: bool) -> None:
+    """Refuse a step after which the run continued with a different recipe.
+
+    ``knows_length``: the record includes the run's number of steps at that time; a resumed run may be longer.
+    """
+    if hard_changes(changed) or (changed and not knows_length):
+        lines = "; ".join(changed_lines(changed))
+        raise _refusal(step, f"the recipe changed after step {step - 1} ({lines})")
+
+
+def _load_before(section: ModelSection, seed: int, before: Checkpoint | None) -> LoadedModel:
+    """Load the model with the weights before the update; ``seed``: ``train.seed``."""
     if before is not None:
-        return load_model(_section_of(section, before.path), seed=recipe.train.seed)
-    loaded = load_model(section, seed=recipe.train.seed)
-    if recipe.model.adapter is None:
+        return load_model(_section_of(section, before.path), seed=seed)
+    loaded = load_model(section, seed=seed)
+    if section.adapter is None:
         return loaded
-    seed = derive_key(recipe.train.seed, "adapter") % (1 << 31)
-    wrapped = apply_adapter(loaded.model, recipe.model.adapter, seed)
+    wrapped = apply_adapter(loaded.model, section.adapter, derive_key(seed, "adapter") % (1 << 31))
     return LoadedModel(wrapped.eval(), loaded.tokenizer, loaded.source)
 
 
@@ -247,23 +264,23 @@ def _read_after(
 
 
 def _reference(
-    recipe: Recipe, section: ModelSection, model: Any, before: Checkpoint | None
+    section: ModelSection, seed: int, model: Any, before: Checkpoint | None
 ) -> tuple[Any, AbstractContextManager[Any]]:
     """Load the initial model: the base under a new adapter, or the starting weights again."""
-    if recipe.model.adapter is not None and has_adapter(model):
+    if section.adapter is not None and has_adapter(model):
         return model, model.disable_adapter()
     if before is None:
         return model, nullcontext()
-    if recipe.model.init is not None:
+    if section.init is not None:
         raise UsageError(
             "--audit: model.init: the reference model's initial random weights were not saved, so this run cannot be "
             "audited"
         )
-    start = load_model(section, seed=recipe.train.seed)
+    start = load_model(section, seed=seed)
     began = before.state.get("model")
     if began not in (None, Path(start.source).name):
         raise UsageError(
-            f"--audit: model.name: {recipe.model.name!r} was {began} when this run started, and is now "
+            f"--audit: model.name: {section.name!r} was {began} when this run started, and is now "
             f"{Path(start.source).name}, so the reference differs. Choose a run whose initial model still exists"
         )
     return start.model.requires_grad_(False), nullcontext()
@@ -276,11 +293,16 @@ def _temperature(facts: UpdateFacts) -> float:
     return sampling.temperature
 
 
-def _rows_of(recipe: Recipe, record: StepRecord, loaded: LoadedModel, before: Checkpoint | None) -> AuditedRows:
+def _reads_reference(record: StepRecord) -> bool:
+    """Check if the update used reference log-probabilities."""
     assert record.rows is not None
-    reads_reference = not bool(record.rows.reference.isnan().all())
-    if record.facts.sampling is None:
-        return _given_rows(recipe, record, loaded, reads_reference)
+    return not bool(record.rows.reference.isnan().all())
+
+
+def _sampled_rows(record: StepRecord, loaded: LoadedModel, before: Checkpoint | None) -> AuditedRows:
+    """Collect the sampled answers that the update trained on."""
+    assert record.rows is not None
+    assert record.facts.sampling is not None
     chosen = [record.answers[place] for place in record.rows.answers.tolist() if 0 <= place < len(record.answers)]
     if len(chosen) != len(record.rows):
         raise _refusal(record.step, "rollouts.db is missing answers from this step. Choose a different step")
@@ -300,7 +322,7 @@ def _rows_of(recipe: Recipe, record: StepRecord, loaded: LoadedModel, before: Ch
         sampler,
         old,
         _advantages(record, chosen),
-        reads_reference,
+        _reads_reference(record),
         old_is_own,
     )
 
@@ -361,7 +383,7 @@ def _old_of_buffer(record: StepRecord, loaded: LoadedModel, before: Checkpoint |
         ) from None
 
 
-def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel, reads_reference: bool) -> AuditedRows:
+def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel) -> AuditedRows:
     """Encode the rows of a data set exactly as the run did."""
     from posttrain.data.base import build_task
     from posttrain.data.render.template import build_template
@@ -384,7 +406,7 @@ def _given_rows(recipe: Recipe, record: StepRecord, loaded: LoadedModel, reads_r
     batch = draw.batch
     assert batch is not None, "data sets have rows for each step"
     ids = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)]
-    return AuditedRows(ids, [one.places for one in draw.given], reads_reference=reads_reference)
+    return AuditedRows(ids, [one.places for one in draw.given], reads_reference=_reads_reference(record))
 
 
 def _compare_rows(record: StepRecord, rows: AuditedRows, step: int) -> None:

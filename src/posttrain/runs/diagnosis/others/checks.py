@@ -125,7 +125,7 @@ def _advantages(records: ForeignRecords, batches: Sequence[Sequence[ForeignAnswe
         return
     weighed: AnswersByBatch = whole
     weights: list[float] | None = None
-    names = list(records.answers[0].parts)
+    names = list(dict.fromkeys(name for one in records.answers for name in one.parts))
     if records.answers[0].weights is None and len(names) > 1:
         weights = [1.0] * len(names)
         weighed = _with_weights(whole, names, weights)
@@ -161,7 +161,7 @@ def _with_weights(whole: AnswersByBatch, names: Sequence[str], weights: Sequence
 def _fit(whole: AnswersByBatch, names: Sequence[str]) -> list[list[float]]:
     """Fit reward weights for tables that do not record them."""
     groups = [group for one in whole for group in one]
-    columns: list[Groups] = [[[one.parts[name] or 0.0 for one in group] for group in groups] for name in names]
+    columns: list[Groups] = [[[one.parts.get(name) or 0.0 for one in group] for group in groups] for name in names]
     return fitted_weights(columns, [[one.advantage or 0.0 for one in group] for group in groups])
 
 

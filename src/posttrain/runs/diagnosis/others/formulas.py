@@ -8,8 +8,10 @@ unscaled. NeMo RL: reward minus the leave-one-out or full group mean, divided by
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+MOST_COLUMNS = 64
 Groups = Sequence[Sequence[float]]
 OfRewards = Callable[[Groups], list[list[float]]]
 
@@ -45,7 +47,12 @@ def _of_each(centre: Callable[[Sequence[float]], list[float]]) -> OfRewards:
 
 def _over_own(lost: int, epsilon: float) -> OfRewards:
     """Center by the group mean, and divide by the group's standard deviation."""
-    return lambda groups: [[x / (_spread(group, lost) + epsilon) for x in _centred(group)] for group in groups]
+
+    def scaled(group: Sequence[float]) -> list[float]:
+        spread = _spread(group, lost) + epsilon
+        return [x / spread for x in _centred(group)]
+
+    return _of_each(scaled)
 
 
 def _over_others(lost: int) -> OfRewards:
@@ -53,13 +60,33 @@ def _over_others(lost: int) -> OfRewards:
 
     def scaled(group: Sequence[float]) -> list[float]:
         values = _less_others(group)
-        for place in range(len(group)):
-            spread = _spread([*group[:place], *group[place + 1 :]], lost)
+        for place, spread in enumerate(_spreads_of_others(group, lost)):
             if spread > 0:
                 values[place] /= spread + 1e-6
         return values
 
     return lambda groups: [scaled(group) for group in groups]
+
+
+def _spreads_of_others(group: Sequence[float], lost: int) -> list[float]:
+    """Compute each leave-one-out standard deviation, exactly 0 if all others are equal, in linear time.
+
+    With y centered by the group's mean, ``Σ_{j≠i} (y_j − mean)² = Σ y² − y_i² − y_i² / (G − 1)``.
+    """
+    others = len(group) - 1
+    if others <= lost:
+        return [0.0] * len(group)
+    centred = _centred(group)
+    squares = math.fsum(y * y for y in centred)
+    counts = Counter(group)
+    spreads = []
+    for x, y in zip(group, centred, strict=True):
+        are_equal = len(counts) == 1 or (len(counts) == 2 and counts[x] == 1)
+        variance = 0.0
+        if not are_equal:
+            variance = max(0.0, squares - y * y - y * y / others) / (others - lost)
+        spreads.append(math.sqrt(variance))
+    return spreads
 
 
 def _over_batch(groups: Groups) -> list[list[float]]:
@@ -86,9 +113,12 @@ def fitted_weights(columns: Sequence[Groups], advantages: Groups) -> list[list[f
     Let D be the centered rewards of a group and A its advantages. If ``D w = t A``, then D w has no component
     orthogonal to A. The best w is the last singular vector of the orthogonal components, stacked over groups. Its
     length is undetermined, so two scalings are tried: largest weight 1, and median t equal to 1. Empty if there is
-    nothing to fit.
+    nothing to fit, or more than ``MOST_COLUMNS`` columns.
     """
     import torch
+
+    if len(columns) > MOST_COLUMNS:
+        return []
 
     parts, along = [], []
     for place, group in enumerate(advantages):
@@ -102,7 +132,9 @@ def fitted_weights(columns: Sequence[Groups], advantages: Groups) -> list[list[f
         along.append(shares)
     if not parts:
         return []
-    weights = torch.linalg.svd(torch.cat(parts), full_matrices=True).Vh[-1]
+    stacked = torch.cat(parts)
+    stacked = torch.cat([stacked, torch.zeros(len(columns), len(columns), dtype=torch.float64)])  # at least K rows
+    weights = torch.linalg.svd(stacked, full_matrices=False).Vh[-1]
     scales = torch.stack(along) @ weights
     scale = float(scales.median())
     if scale == 0.0:

@@ -15,6 +15,7 @@ from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
 
 MOST_NUMBERS = 1 << 20  # per list in a row
+MOST_BYTES = 1 << 29  # of a file's rows, estimated
 LARGEST = 1e12
 
 
@@ -104,12 +105,29 @@ def rows_of_records(path: Path) -> list[Row]:
     """Read all rows from a file.
 
     Raises:
-        DataError: a damaged line, by number, or an empty file.
+        DataError: a damaged line, by number, an empty file, or one that does not fit into memory.
     """
-    rows = list(read_file(str(path)))
+    rows: list[Row] = []
+    size = 0
+    for row in read_file(str(path)):
+        size += sum(_size_of(value) for value in row.data.values())
+        if size > MOST_BYTES:
+            raise DataError(path, f"more than {MOST_BYTES >> 20:,} MiB of records. Give a part of the run", row.line)
+        rows.append(row)
     if not rows:
         raise DataError(path, "the file is empty. Give records from a run with at least one step")
     return rows
+
+
+def _size_of(value: object) -> int:
+    """Estimate the bytes of a value in memory."""
+    if isinstance(value, str):
+        return 64 + len(value)
+    if isinstance(value, list):
+        return 64 + 40 * len(value)
+    if isinstance(value, dict):
+        return 64 + sum(map(_size_of, value.values()))
+    return 128  # with its place in the row
 
 
 def number_under(row: Row, name: str) -> float | None:

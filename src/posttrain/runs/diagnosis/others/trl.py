@@ -113,6 +113,8 @@ def _of_line(row: Row) -> ForeignAnswer:
         trained = [t for t, x in enumerate(mask) if x]
         row.refuse_if(ids is not None and len(ids) != len(mask), "ids: the length must match mask")
     epoch = number_under(row, "epoch")
+    size = _whole(row, "group_size")
+    row.refuse_if(size is not None and size < 1, f"group_size: expected 1 or more answers per prompt, not {size}")
     return ForeignAnswer(
         int(number_under(row, "batch") or 0),
         int(number_under(row, "step") or 0),
@@ -125,7 +127,7 @@ def _of_line(row: Row) -> ForeignAnswer:
         trainer=_at(row, "trainer", trained),
         trained=None if trained is None else len(trained),
         written=_num_written(row, ids),
-        group_size=_whole(row, "group_size"),
+        group_size=size,
         epoch=None if epoch is None else int(epoch),
     )
 
