@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_620,
     "runs": 46_773,
     "sampling": 62_058,
-    "store": 20_833,
+    "store": 20_834,
     "sweeps": 26_292,
     "terminal": 4_377,
     "training": 73_743,
