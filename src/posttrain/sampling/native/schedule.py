@@ -137,8 +137,12 @@ class Schedule:
             assert vocab_size is not None, "stop ids are of a vocabulary"
             self.ends = ids_as_mask(self.rules.barred_ids, vocab_size, device)
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
-        shared = SharedPrefixes(decoder.shapes, num_slots, device) if share else None
-        size = (0 if share else max(map(len, prompts))) + min(limit, FIRST_COLUMNS) + 1
+        size = min(limit, FIRST_COLUMNS) + 1
+        shared = None
+        if share:
+            shared = SharedPrefixes(decoder.shapes, num_slots, device)
+        else:
+            size += max(map(len, prompts))
         self.cache = SlotCache(decoder, num_slots, size, shared)
 
     def run(self) -> None:
@@ -186,7 +190,9 @@ class Schedule:
             return 1
         if not self.sampling.stop_ids and self.stop_texts is None:
             return min(nearest, self.longest_burst)
-        return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
+        if self.decoder.device.type == "cpu":
+            return min(nearest, 1)
+        return min(nearest, STEPS_BETWEEN_LOOKS)
 
     def _step(self, steps: int) -> DrawnSteps:
         """Decode and draw ``steps`` times."""
@@ -338,7 +344,8 @@ class Schedule:
             again = [row for row in taken if row.prompt == self.kept[0]]
             self._enter(again, self.kept[1], {self.kept[0]: 0})
             taken = taken[len(again) :]
-            self.kept = None if taken or not self._is_waiting(again[-1].prompt) else self.kept
+            if taken or not self._is_waiting(again[-1].prompt):
+                self.kept = None
         for chunk in self._chunks(taken):
             order = list(dict.fromkeys(row.prompt for row in chunk))
             prefix = self._prefill(order)
