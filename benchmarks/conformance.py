@@ -92,10 +92,10 @@ def trl_table(recorded: dict[str, Any]) -> str:
     """Return TRL's table: a row for each case."""
     rows = []
     for row in recorded["rows"]:
-        others = "; ".join(row["others"]) or "as in the equations"
+        others = "; ".join(row["others"]) or "none"
         gap = f"{row['largest_gap']} ({row['at']})"
         rows.append([f"`{row['function']}`", row["case"], str(row["checks"]), gap, others])
-    return table(["function", "case", "checks", "largest gap of those that agree", "the others"], rows)
+    return table(["function", "case", "checks", "largest gap of matching checks", "other results"], rows)
 
 
 def zoo_table(zoo: Sequence[dict[str, Any]]) -> str:
@@ -103,8 +103,8 @@ def zoo_table(zoo: Sequence[dict[str, Any]]) -> str:
     rows = []
     for row in zoo:
         verdict = row["check"] if row["status"] == "fails" else f"{row['check']} (convention)"
-        rows.append([row["name"], f"`{row['kind']}`", row["report"] or "made up", verdict, row["note"]])
-    return table(["wrong function", "kind", "public report", "found by", "what is said"], rows)
+        rows.append([row["name"], f"`{row['kind']}`", row["report"] or "–", verdict, row["note"]])
+    return table(["wrong function", "kind", "public report", "found by", "message"], rows)
 
 
 def with_tables(page: str, results: dict[str, Any]) -> str:

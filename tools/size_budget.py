@@ -36,7 +36,7 @@ TOKENS: dict[str, int] = {
     "api": 20_802,
     "balances": 23_066,
     "commands": 69_174,
-    "conformance": 15_246,
+    "conformance": 15_247,
     "data": 66_915,
     "evaluation": 31_203,
     "graders": 40_359,
@@ -46,12 +46,12 @@ TOKENS: dict[str, int] = {
     "other_names": 5_676,
     "recipes": 14_414,
     "reports": 17_620,
-    "runs": 46_711,
+    "runs": 46_773,
     "sampling": 62_058,
     "store": 20_833,
     "sweeps": 26_292,
     "terminal": 4_377,
-    "training": 73_671,
+    "training": 73_730,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

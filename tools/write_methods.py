@@ -255,15 +255,18 @@ def commands_of(name: str, recipe: Recipe) -> str:
 def curve_part(title: str, runs: list[Run]) -> list[str]:
     """Return the picture of a page, its caption, and the commands of what it shows."""
     run, *contrasts = runs
-    first = f"Held-out accuracy on {run.questions} questions in one run of the command above, seed {run.seed}"
-    caption = f"{first}: {_with_interval(run.curve[0])} before the first update, {run.end} at the end."
+    first = f"Held-out accuracy on {run.questions} questions, one run, seed {run.seed}"
+    caption = f"{first}: {_with_interval(run.curve[0])} before training, {run.end} after."
     parts = ["## Curve\n", f"![Accuracy of {title} on held-out problems over the optimizer steps]({title}.svg)\n"]
     for contrast in contrasts:
-        caption += f" Dashed: the {contrast.variant.label}, {contrast.end} at the end."
+        caption += f" Dashed: the {contrast.variant.label}, final accuracy {contrast.end}."
     parts.append(f"{caption}\n")
     parts += [f"```bash\n{contrast.variant.command}\n```\n" for contrast in contrasts]
     if title in {name.rpartition("/")[2] for name in method_names() if name.startswith("rl/")}:
-        parts.append("One run orders no methods: [compare methods](../../how-to/compare-methods.md) has seeds.\n")
+        parts.append(
+            "A single run cannot rank methods; for multiple seeds, see "
+            "[compare methods](../../how-to/compare-methods.md).\n"
+        )
     return parts
 
 
@@ -281,10 +284,10 @@ def watched_part(runs: list[Run]) -> list[str]:
                 values = [value for _, value in series]
                 metric = metric_of(name)
                 low, high, end = (metric.show(value) for value in (min(values), max(values), values[-1]))
-                lines.append(f"-{of} `{name}` was between {low} and {high}, {end} at the end.")
+                lines.append(f"-{of} `{name}`: {low} to {high}, final {end}.")
     if not lines:
         return []
-    return ["In the run above:\n", "\n".join(lines) + "\n"]
+    return ["Recorded range:\n", "\n".join(lines) + "\n"]
 
 
 def _with_interval(point: tuple[int, float, float, float]) -> str:
@@ -296,14 +299,14 @@ def methods_index(names: list[str], runs: dict[str, list[Run]]) -> str:
     """Return the page that lists the methods by family."""
     parts = ["# Methods\n", GENERATED]
     parts.append(
-        "Accuracy is that of one recorded run of the recipe, held out, with the 95 % interval over the questions. "
-        "Families differ in task and size; [compare methods](../../how-to/compare-methods.md) has seeds.\n"
+        "Held-out accuracy of one recorded run per recipe, with a 95 % interval over questions. Tasks and sizes differ "
+        "between families; for multiple seeds, see [compare methods](../../how-to/compare-methods.md).\n"
     )
     for family, title in FAMILIES.items():
         parts.append(f"## {title}\n")
         if family in NOTATION:
             parts.append(f"{NOTATION[family]}\n")
-        parts += ["| method | what it is | accuracy |", "|---|---|---|"]
+        parts += ["| method | description | accuracy |", "|---|---|---|"]
         for name in names:
             if name.split("/")[0] == family:
                 about, _, _ = split_description(load_recipe(name).description)

@@ -184,7 +184,7 @@ def test_what_a_function_declines_has_no_row():
         ({"advantages": lambda rewards, group: rewards.tolist()}, "advantages", "a list"),
         ({"advantages": lambda rewards, group: rewards.long()}, "advantages", "int64"),
         ({"score": lambda logits, tokens, temperature: logits}, "score", "shape (3, 6, 5)"),
-        ({"score": lambda logits, tokens, temperature: (tokens, tokens, tokens)}, "score", "3 things"),
+        ({"score": lambda logits, tokens, temperature: (tokens, tokens, tokens)}, "score", "3 values"),
         ({"score": lambda logits, tokens, temperature: tokens}, "score", "int64"),
         ({"rows": lambda prompts, answers, pad, end: prompts}, "rows", "a list"),
         ({"rows": lambda prompts, answers, pad, end: (torch.zeros(4, 9), torch.zeros(4, 9))}, "rows", "float32"),

@@ -329,6 +329,14 @@ def test_diagnose_audit_of_no_step_is_refused(step: Any, clean: Path) -> None:
         pt.diagnose(clean, audit=step)
 
 
+EXPERTS = {
+    "architecture": "qwen3_moe",
+    "config": {
+        "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    },
+    "tokenizer": {"num_documents": 50, "vocab_size": 280},
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"kind": "sft", "optimizer": "muon"}, "optimizer"),
     "a head": ({"kind": "judged"}, "objective"),
@@ -342,13 +350,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cut vocabulary": ({"kind": "grpo", "rollout": {"top_k": 8}}, "rollout.top_k"),
     "from outside": ({"kind": "grpo", "objective": "small_runs:plain_reinforce"}, "small_runs:plain_reinforce"),
     "dropout": ({"kind": "sft", "model": {"adapter": {"rank": 2, "dropout": 0.1}}}, "dropout"),
+    "a reference that moves": (
+        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "reference": {"every": 1, "mixing": 0.6}},
+        "reference",
+    ),
+    "noise": ({"kind": "sft", "train": {"neftune_noise_alpha": 5}}, "train.neftune_noise_alpha"),
+    "replayed experts": (
+        {"kind": "grpo", "model": {"init": EXPERTS}, "rollout": {"router_replay": True}},
+        "rollout.router_replay",
+    ),
+    "the loss of routers": (
+        {"kind": "sft", "model": {"init": EXPERTS}, "train": {"router_aux_loss_coef": 0.1}},
+        "train.router_aux_loss_coef",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_audit_of_what_has_no_second_formula_is_refused(name: str, tmp_path: Path) -> None:
     changes, word = REFUSED[name]
-    folder = trained(tmp_path / "run", one_layer_recipe(**changes | {"train": {"steps": 2, "save_every": 1}}))
+    train = {"steps": 2, "save_every": 1} | changes.get("train", {})
+    folder = trained(tmp_path / "run", one_layer_recipe(**changes | {"train": train}))
     with refuses(UsageError, f"--audit 2: {word}" if "." in word or word == "optimizer" else word):
         audit.audit_update(folder, 2)
 

@@ -167,21 +167,21 @@ def _check_equal_rewards(trial: AdvantagesTrial) -> CheckResult:
     if trial.form is None:
         return "ok", None, "no formula to compare with"
     gap = largest_gap(found, trial.expected(rewards, group))
-    return ("ok", gap, "") if gap <= 1e-6 else ("fails", gap, "a group of equal rewards gives other numbers")
+    return ("ok", gap, "") if gap <= 1e-6 else ("fails", gap, "a group of equal rewards gets wrong advantages")
 
 
 def _check_interleaved(trial: AdvantagesTrial) -> CheckResult:
     """Two groups with interleaved rows."""
     order = [0, 4, 5, 1, 6, 2, 3, 7]
     found = trial.run([REWARDS[row] for row in order], [GROUP[row] for row in order])
-    return _judged(found, trial.run(REWARDS, GROUP)[order], "it takes groups for neighbours, whatever group says")
+    return _judged(found, trial.run(REWARDS, GROUP)[order], "assumes adjacent rows form groups and ignores group")
 
 
 def _check_group_numbers(trial: AdvantagesTrial) -> CheckResult:
     """Numbers of groups that do not begin at 0, are not consecutive and fall."""
     numbers = [907 if number == 0 else 3 for number in GROUP]
     found = trial.run(REWARDS, numbers)
-    return _judged(found, trial.run(REWARDS, GROUP), "the numbers of the groups change it")
+    return _judged(found, trial.run(REWARDS, GROUP), "group numbering changes the result")
 
 
 def _check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
@@ -191,10 +191,10 @@ def _check_uneven_groups(trial: AdvantagesTrial) -> CheckResult:
     try:
         found = trial.run(rewards, group)
     except BadResult as error:
-        return "convention", None, f"groups of other sizes are refused: {error}"
+        return "convention", None, f"unequal group sizes are refused: {error}"
     if trial.form is None:
         return "ok", None, "no formula to compare with"
-    return _judged(found, trial.expected(rewards, group), "with groups of other sizes it is another formula")
+    return _judged(found, trial.expected(rewards, group), "unequal group sizes change the formula")
 
 
 def _check_other_groups(trial: AdvantagesTrial) -> CheckResult:
@@ -202,7 +202,7 @@ def _check_other_groups(trial: AdvantagesTrial) -> CheckResult:
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
     others = [*REWARDS[:4], 30.0, 0.5, 15.0, 7.5]
-    return _judged(trial.run(others, GROUP)[:4], trial.run(REWARDS, GROUP)[:4], "another group's rewards change it")
+    return _judged(trial.run(others, GROUP)[:4], trial.run(REWARDS, GROUP)[:4], "rewards in one group change others")
 
 
 def _check_single_answer(trial: AdvantagesTrial) -> CheckResult:
@@ -221,7 +221,7 @@ def _check_nan_reward(trial: AdvantagesTrial) -> CheckResult:
     if trial.form is not None and not trial.form.is_local:
         return "ok", None, "the formula reads the whole batch"
     found = trial.run([float("nan"), *REWARDS[1:]], GROUP)
-    return _judged(found[4:], trial.run(REWARDS, GROUP)[4:], "a reward of NaN changes other groups")
+    return _judged(found[4:], trial.run(REWARDS, GROUP)[4:], "a NaN reward changes other groups")
 
 
 def _check_arguments(trial: AdvantagesTrial) -> CheckResult:

@@ -17,7 +17,7 @@ from posttrain.untrusted import harmless
 LIMIT, SINGLE_LIMIT = 1e-9, 1e-4
 # A larger gap than float64 rounds, and a smaller one than float32 does.
 MIXED_LIMIT = 1e-7
-MIXED = "rounds to float32 on the way"
+MIXED = "rounds to float32 internally"
 
 # ``convention``: the field has two; ``fails``: it is neither; ``bad``: the function gave nothing to compare.
 Status = Literal["ok", "convention", "fails", "bad"]
@@ -78,7 +78,7 @@ def in_precision(answer: CheckResult, result: Tensor) -> CheckResult:
     if status == "fails" or result.dtype == torch.float64:
         return answer
     name = str(result.dtype).removeprefix("torch.")
-    remark = f"returns {name} for float64, and is compared to {SINGLE_LIMIT:g}"
+    remark = f"returns {name} for float64; tolerance {SINGLE_LIMIT:g}"
     if note:
         remark = f"{note}; {remark}"
     return "convention", gap, remark
@@ -110,9 +110,9 @@ def check_tensor(value: object, shape: Sequence[int], wanted: str) -> Tensor:
     if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
         raise BadResult(f"returned {describe(value)}. Return {wanted}")
     if value.device.type != "cpu":
-        raise BadResult(f"returned a tensor on {value.device}. Return it on the device of the arguments, cpu")
+        raise BadResult(f"returned a tensor on {value.device}. Return it on cpu, like the arguments")
     if not value.is_floating_point():
-        raise BadResult(f"returned {describe(value)}. Return floating numbers, float64 as the arguments")
+        raise BadResult(f"returned {describe(value)}. Return floating-point numbers, float64 like the arguments")
     return value
 
 

@@ -43,7 +43,7 @@ from posttrain.conformance.loss_calls import LossFunction, LossResult, run_loss,
 
 # Implausible values at padding, to detect if any is read.
 STRANGE = 3.0
-MEAN_OF_MEANS = "mean of the micro-batches' means"
+MEAN_OF_MEANS = "mean of micro-batch means"
 FIELD_SHIFT, OPTION_FACTOR = 0.05, 1.3
 
 
@@ -109,7 +109,7 @@ def _check_value(trial: LossTrial) -> CheckResult:
     gap = largest_gap(found.reshape(1), expected.reshape(1))
     if gap <= limit_for(found):
         return in_precision(("ok", gap, ""), found)
-    return failure(gap, f"is {float(found):.6g}, and by the equation {float(expected):.6g}")
+    return failure(gap, f"value {float(found):.6g}, expected {float(expected):.6g}")
 
 
 def _check_gradient(trial: LossTrial) -> CheckResult:
@@ -131,7 +131,7 @@ def _explain_gradient(found: LossResult, expected: LossResult) -> str:
     for name, one in expected.gradients.items():
         if bool((one != 0).any()) and not bool((found.gradients[name] != 0).any()):
             return f"no gradient reaches {name}"
-    return f"has the norm {size:.6g}, and by the equation {wanted:.6g}"
+    return f"gradient norm {size:.6g}, expected {wanted:.6g}"
 
 
 def _check_direction(trial: LossTrial) -> CheckResult:
@@ -142,7 +142,7 @@ def _check_direction(trial: LossTrial) -> CheckResult:
     for name, one in expected.items():
         product = float((found[name] * one).sum())
         if bool((one != 0).any()) and not product > 0.0:
-            return "fails", None, f"the gradient by {name} points away from that of the equation"
+            return "fails", None, f"the gradient with respect to {name} opposes the equation"
     return "ok", None, ""
 
 
@@ -152,7 +152,7 @@ def _check_on_policy(trial: LossTrial) -> CheckResult:
     batch["old_logprobs"] = batch["logprobs"].clone()
     batch["sampler_logprobs"] = batch["logprobs"].clone()
     expected = run_reference(batch, trial.config)
-    return judged(trial.run(batch), expected, "with equal policies it is not −A / N for each token")
+    return judged(trial.run(batch), expected, "for identical policies the gradient is not −A / N per token")
 
 
 def _check_zero_advantages(trial: LossTrial) -> CheckResult:
@@ -160,7 +160,7 @@ def _check_zero_advantages(trial: LossTrial) -> CheckResult:
     batch = trial.even()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     batch["row_advantages"] = torch.zeros_like(batch["row_advantages"])
-    return judged(trial.run(batch), run_reference(batch, trial.config), "advantages of 0 leave something")
+    return judged(trial.run(batch), run_reference(batch, trial.config), "zero advantages give a gradient")
 
 
 def _check_lengths(trial: LossTrial) -> CheckResult:
@@ -173,8 +173,8 @@ def _check_lengths(trial: LossTrial) -> CheckResult:
         return "ok", gap, ""
     for name in AGGREGATIONS:
         if trial.each == 1 and same(found, run_reference(batch, replace(trial.config, aggregation=name)))[0]:
-            return "convention", gap, f"{name} in place of {trial.config.aggregation}"
-    return failure(gap, "rows of other lengths are weighted otherwise")
+            return "convention", gap, f"{name} instead of {trial.config.aggregation}"
+    return failure(gap, "rows of unequal length get wrong weights")
 
 
 def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, accumulation: int) -> CheckResult:
@@ -188,8 +188,8 @@ def _compare_split(trial: LossTrial, batch: FieldTensors, split: MicroBatches, a
         return "convention", gap, MEAN_OF_MEANS
     by_means = _terms_by_means(found, whole, means)
     if by_means:
-        return "convention", gap, f"{MEAN_OF_MEANS} for the term of {', '.join(by_means)}"
-    return failure(gap, f"the gradient is {_ratio(found, whole)} times that of the whole batch")
+        return "convention", gap, f"{MEAN_OF_MEANS} for {', '.join(by_means)}"
+    return failure(gap, f"the gradient is {_ratio(found, whole)} times the full-batch gradient")
 
 
 def _terms_by_means(found: LossResult, whole: LossResult, means: LossResult) -> list[str]:
@@ -253,14 +253,14 @@ def _check_row_order(trial: LossTrial) -> CheckResult:
     batch = trial.uneven()
     order = trial.units(2, 0, 3, 1)
     found = trial.run(select_rows(batch, order))
-    return judged(found, trial.run(batch).of_rows(order), "the order of the rows changes it")
+    return judged(found, trial.run(batch).of_rows(order), "row order changes the result")
 
 
 def _check_padding(trial: LossTrial) -> CheckResult:
     """Arbitrary values at untrained positions."""
     batch = trial.uneven()
     found = trial.run(with_padding(batch, STRANGE))
-    return judged(found, trial.run(batch), "numbers at places that are not trained are read")
+    return judged(found, trial.run(batch), "values at masked positions change the result")
 
 
 def _check_nan_padding(trial: LossTrial) -> CheckResult:
@@ -271,7 +271,7 @@ def _check_nan_padding(trial: LossTrial) -> CheckResult:
     for content in (-1e10, float("-inf"), float("nan")):
         is_same, gap = same(trial.run(with_padding(batch, content)), expected)
         if not is_same:
-            return failure(gap, f"{content:g} at a place that is not trained changes it")
+            return failure(gap, f"{content:g} at a masked position changes the result")
         worst_gap = max(worst_gap, gap)
     return "ok", worst_gap, ""
 
@@ -281,14 +281,14 @@ def _check_width(trial: LossTrial) -> CheckResult:
     batch = trial.uneven()
     width = batch["mask"].shape[1]
     found = trial.run(widened(batch, 3)).of_columns(range(width))
-    return judged(found, trial.run(batch), "more columns of padding change it")
+    return judged(found, trial.run(batch), "extra padding changes the result")
 
 
 def _check_hole(trial: LossTrial) -> CheckResult:
     """Untrained tokens between trained ones, such as tool output."""
     batch = trial.even()
     found = trial.run(with_hole(batch, 2, 3)).of_columns([0, 1, 5, 6])
-    return judged(found, trial.run(batch), "tokens that are not trained, between trained ones, change it")
+    return judged(found, trial.run(batch), "untrained tokens between trained ones change the result")
 
 
 def _check_empty_row(trial: LossTrial) -> CheckResult:
@@ -301,8 +301,8 @@ def _check_empty_row(trial: LossTrial) -> CheckResult:
     if is_same:
         return "ok", gap, ""
     if same(found, expected.scaled(rows / (rows + 1)))[0]:
-        return "convention", gap, "a row without trained tokens counts in the divisor"
-    return failure(gap, "a row without trained tokens changes it")
+        return "convention", gap, "fully masked rows count in the divisor"
+    return failure(gap, "a fully masked row changes the result")
 
 
 def _check_square(trial: LossTrial) -> CheckResult:
@@ -310,7 +310,7 @@ def _check_square(trial: LossTrial) -> CheckResult:
     rows = 4 * trial.each
     batch = made_batch([rows - 1, rows, *([2, 3] * rows)][:rows], width=rows)
     expected = trial.run(widened(batch, 1)).of_columns(range(rows))
-    return judged(trial.run(batch), expected, "with as many rows as tokens it is another number")
+    return judged(trial.run(batch), expected, "wrong result for as many rows as tokens")
 
 
 def _check_arguments(trial: LossTrial) -> CheckResult:
@@ -320,7 +320,7 @@ def _check_arguments(trial: LossTrial) -> CheckResult:
     part = trial.run(batch, [trial.units(0, 1)], accumulation=1)
     rest = part.of_rows(trial.units(2, 3))
     if bool((rest.gradient != 0).any()):
-        return "fails", None, "micro_batches is not used: rows of no micro-batch have a gradient"
+        return "fails", None, "micro_batches is not used: rows outside every micro-batch get gradients"
     changed = dict(batch) | {"mask": batch["mask"].clone()}
     changed["mask"][:, 3] = False
     if same(trial.run(changed), whole)[0]:
@@ -348,10 +348,10 @@ def _check_options(trial: LossTrial) -> CheckResult:
         found = trial.run(batch, **option)
         expected = run_reference(batch, replace(trial.config, **option))
         if same(found, whole)[0] and not same(expected, whole)[0]:
-            return "fails", None, f"{name} does not act"
+            return "fails", None, f"{name} has no effect"
         largest = max(largest, same(found, expected)[1])
         if not same(found, expected)[0]:
-            return failure(largest, f"{name} acts otherwise than in the equation")
+            return failure(largest, f"{name} deviates from the equation")
     return "ok", largest, ""
 
 

@@ -42,9 +42,9 @@ class RowsTrial:
         if tokens.shape != mask.shape:
             raise BadResult(f"returned tokens of shape {tuple(tokens.shape)} with a mask of {tuple(mask.shape)}")
         if tokens.is_floating_point():
-            raise BadResult(f"returned tokens as {str(tokens.dtype).removeprefix('torch.')}. Return whole numbers")
+            raise BadResult(f"returned tokens as {str(tokens.dtype).removeprefix('torch.')}. Return integers")
         if bool(((mask != 0) & (mask != 1)).any()):
-            raise BadResult("returned a mask with other numbers than 0 and 1. Return True where a token is trained")
+            raise BadResult("returned a mask with values besides 0 and 1. Return True for trained tokens")
         return tokens.long(), mask != 0
 
 
@@ -54,7 +54,7 @@ def _wrong_row(trial: RowsTrial, answers: Sequence[Sequence[int]], pad: int, end
     for number, answer in enumerate(answers):
         trained = tokens[number][mask[number]].tolist()
         if trained != list(answer):
-            return f"row {number} trains {trained}, and its answer is {list(answer)}"
+            return f"row {number} trains {trained}, but its answer is {list(answer)}"
     return ""
 
 
@@ -77,7 +77,7 @@ def _check_prompt(trial: RowsTrial) -> CheckResult:
         first = min(places, default=tokens.shape[1])
         before = tokens[number, :first].tolist()[-len(prompt) :]
         if before != prompt:
-            return "fails", None, f"row {number} has {before} before its answer {answer}, and the prompt is {prompt}"
+            return "fails", None, f"row {number} has {before} before its answer {answer}, but the prompt is {prompt}"
     return "ok", None, ""
 
 
@@ -113,7 +113,7 @@ def _check_padding(trial: RowsTrial) -> CheckResult:
             return (
                 "fails",
                 None,
-                f"row {number} has {num_pads} pad tokens and {len(prompt)} + {len(answer)} of its own",
+                f"row {number} has {num_pads} pad tokens, {len(prompt)} prompt tokens and {len(answer)} answer tokens",
             )
     return "ok", None, ""
 
@@ -124,7 +124,7 @@ def _check_row_order(trial: RowsTrial) -> CheckResult:
     tokens, mask = trial.run([PROMPTS[row] for row in order], [ANSWERS[row] for row in order])
     for place, row in enumerate(order):
         if tokens[place][mask[place]].tolist() != ANSWERS[row]:
-            return "fails", None, "the rows come in another order, or depend on their neighbours"
+            return "fails", None, "rows are reordered, or depend on other rows"
     return "ok", None, ""
 
 
@@ -133,7 +133,7 @@ def _check_single_row(trial: RowsTrial) -> CheckResult:
     tokens, mask = trial.run(PROMPTS[:1], ANSWERS[:1])
     trained = tokens[0][mask[0]].tolist()
     if trained != ANSWERS[0]:
-        return "fails", None, f"it trains {trained}, and the answer is {ANSWERS[0]}"
+        return "fails", None, f"trains {trained}, but the answer is {ANSWERS[0]}"
     return "ok", None, ""
 
 

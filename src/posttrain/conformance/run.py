@@ -85,18 +85,19 @@ def check_module(module: str | os.PathLike[str] | ModuleType | Mapping[str, Call
             loaded = module
         else:
             raise UsageError(
-                f"module: {type(module).__name__} is none. Give a module, its name, a Python file, or functions by name"
+                f"module: {type(module).__name__} is not a module. Give a module, its name, a Python file, "
+                "or functions by name"
             )
         functions = {kind: getattr(loaded, kind) for kind in KINDS if hasattr(loaded, kind)}
     wanted = "; ".join(f"{kind}({arguments})" for kind, (arguments, _) in KINDS.items())
     if not functions:
-        raise UsageError(f"{name}: it has none of the functions that are checked. Give it one of {wanted}")
+        raise UsageError(f"{name}: no function to check. Define one of {wanted}")
     findings: list[Finding] = []
     for kind, function in functions.items():
         if kind not in KINDS:
-            raise UsageError(f"{name}: {kind}: no function of this name is checked. Known: {wanted}")
+            raise UsageError(f"{name}: {kind}: unknown function. Known: {wanted}")
         if not callable(function):
-            raise UsageError(f"{name}: {kind}: {type(function).__name__} is no function. Give one of {wanted}")
+            raise UsageError(f"{name}: {kind}: {type(function).__name__} is not a function. Give one of {wanted}")
         findings += KINDS[kind][1](function)
     return ConformanceReport(name, tuple(findings))
 
@@ -131,7 +132,7 @@ def _import_name(name: str) -> ModuleType:
 def _import_file(name: str) -> ModuleType:
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"{name}: there is no such file. Give one, or the name of a module")
+        raise UsageError(f"{name}: no such file. Give a file or a module name")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -194,5 +195,5 @@ def _exceptions(findings: Sequence[Finding]) -> list[str]:
 def _summary(report: ConformanceReport) -> str:
     named = (("convention", "conventions"), ("fails", "fail"), ("bad", "cannot be compared"))
     others = [f"{report.count(status)} {text}" for status, text in named if report.count(status)]
-    parts = [f"{report.count('ok')} of {len(report.findings)} checks as in the equations", *others]
+    parts = [f"{report.count('ok')} of {len(report.findings)} checks match the equations", *others]
     return f"{harmless(report.module)}: {', '.join(parts)}"

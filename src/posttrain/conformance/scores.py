@@ -47,7 +47,7 @@ class ScoreTrial:
         if isinstance(returned, tuple):
             parts = returned
         if len(parts) not in (1, 2):
-            raise BadResult(f"returned {len(parts)} things. Return log-probabilities, or these and the entropy")
+            raise BadResult(f"returned {len(parts)} values. Return log-probabilities, optionally with the entropy")
         rows, width = tokens.shape
         found = []
         for one in parts:
@@ -99,7 +99,7 @@ def _check_alignment(trial: ScoreTrial) -> CheckResult:
         changed = (trial.run(moved, tokens).logprobs != plain).any(dim=0).nonzero().flatten().tolist()
         if changed != [t]:
             places = ", ".join(str(place + 1) for place in changed) or "none"
-            return "fails", None, f"the logits at {t} change the score of token {places}, not that of {t + 1}"
+            return "fails", None, f"the logits at {t} change the scores of tokens {places}, expected {t + 1}"
     return "ok", None, ""
 
 
@@ -111,7 +111,7 @@ def _check_temperature(trial: ScoreTrial) -> CheckResult:
         found = trial.run(logits, tokens, temperature).logprobs
         gap = largest_gap(found, reference_scores(logits, tokens, temperature).logprobs)
         if gap > limit_for(found):
-            return "fails", gap, f"at temperature {temperature:g} it is not log softmax(z / T)"
+            return "fails", gap, f"is not log softmax(z / T) at temperature {temperature:g}"
         largest = max(largest, gap)
     return "ok", largest, ""
 
@@ -136,7 +136,7 @@ def _check_extremes(trial: ScoreTrial) -> CheckResult:
     far = logits * 2500.0
     expected = far[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     found = trial.run(far, tokens).logprobs
-    return _judged(found, expected, "large logits overflow or are cut")
+    return _judged(found, expected, "large logits overflow or are clipped")
 
 
 def _check_impossible_tokens(trial: ScoreTrial) -> CheckResult:
@@ -149,12 +149,12 @@ def _check_impossible_tokens(trial: ScoreTrial) -> CheckResult:
     scores = trial.run(leaf, tokens).logprobs
     expected = cut[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     if not bool(scores.isfinite().all()):
-        return "fails", None, "an impossible token makes the score of another NaN or infinite"
+        return "fails", None, "an impossible token makes other scores NaN or infinite"
     if scores.requires_grad:
         gradient = torch.autograd.grad(scores.sum(), leaf)[0]
         if not bool(gradient.isfinite().all()):
             return "fails", None, "an impossible token makes the gradient NaN"
-    return _judged(scores.detach(), expected.detach(), "an impossible token changes the score of another wrongly")
+    return _judged(scores.detach(), expected.detach(), "an impossible token changes other scores wrongly")
 
 
 def _check_row_order(trial: ScoreTrial) -> CheckResult:
@@ -162,16 +162,14 @@ def _check_row_order(trial: ScoreTrial) -> CheckResult:
     logits, tokens = made_logits()
     order = [2, 0, 1]
     found = trial.run(logits[order], tokens[order], TEMPERATURES[0]).logprobs
-    return _judged(found, trial.run(logits, tokens, TEMPERATURES[0]).logprobs[order], "other rows change it")
+    return _judged(found, trial.run(logits, tokens, TEMPERATURES[0]).logprobs[order], "other rows change the result")
 
 
 def _check_square(trial: ScoreTrial) -> CheckResult:
     """Equal numbers of rows, tokens and vocabulary entries."""
     logits, tokens = made_logits(VOCABULARY, VOCABULARY)
     found = trial.run(logits, tokens, TEMPERATURES[0]).logprobs
-    return _judged(
-        found, reference_scores(logits, tokens, TEMPERATURES[0]).logprobs, "with B = T = V it is another number"
-    )
+    return _judged(found, reference_scores(logits, tokens, TEMPERATURES[0]).logprobs, "wrong result for B = T = V")
 
 
 def _check_entropy(trial: ScoreTrial) -> CheckResult:
@@ -195,9 +193,9 @@ def _check_entropy_gradient(trial: ScoreTrial) -> CheckResult:
         if entropy is None:
             return "ok", None, "not returned"
         if not entropy.requires_grad:
-            return "convention", None, "the entropy has no gradient: a metric, and no bonus"
+            return "convention", None, "the entropy has no gradient: usable as a metric, not as a bonus"
         gradients.append(torch.autograd.grad(entropy.sum(), leaf)[0])
-    return _judged(gradients[0], gradients[1], "the gradient of the entropy is another")
+    return _judged(gradients[0], gradients[1], "wrong entropy gradient")
 
 
 def _check_arguments(trial: ScoreTrial) -> CheckResult:

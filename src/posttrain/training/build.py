@@ -24,13 +24,15 @@ from posttrain.graders.rewards import refuse_rows
 from posttrain.models.forward.actor_critic import ActorCritic
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.precision import choose_kernels
+from posttrain.models.forward.routing.replay import refuse_without_experts
+from posttrain.models.load import read_config
 from posttrain.models.written.untrained import describe_other_parts
 from posttrain.process_group import SINGLE_PROCESS, ProcessGroup, whole
 from posttrain.recipes.eval_section import EvalSection
 from posttrain.recipes.inert import option_notes
 from posttrain.recipes.other_models import HeadSection, TeacherSection
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Component, DataSection, ModelSection, TrainSection
+from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import Entry
 from posttrain.sampling.base import Engine
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -215,8 +217,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, process_group: ProcessGr
     task, *eval_tasks = _build_tasks(recipe.task, recipe.eval)
     components = resolve_components(recipe)
     refuse_rows(recipe.rewards, {f"{one.name}, {one.split}": one.examples for one in [task, *eval_tasks]})
-    if recipe.teacher is not None:
-        _refuse_teacher(recipe.teacher, recipe.model)
+    _refuse_models(recipe.model, recipe.teacher, recipe.rollout)
     choose_kernels(recipe.model.device, recipe.train.deterministic)
     models = build_models(components, task, process_group, eval_tasks)
     method = _build_method(components, models.forward)
@@ -278,11 +279,17 @@ def _build_tasks(trained: Component, options: EvalSection) -> list[Task]:
     return [task, *build_eval_tasks(trained, options)]
 
 
-def _refuse_teacher(teacher: TeacherSection, model: ModelSection) -> None:
-    """Reject incompatible teacher tokenizers before loading models."""
-    from posttrain.training.parts.teachers import refuse_other_tokenizer
+def _refuse_models(model: ModelSection, teacher: TeacherSection | None, rollout: RolloutSection | None) -> None:
+    """Reject incompatible teacher tokenizers, and router replay without experts, before loading models."""
+    if teacher is not None:
+        from posttrain.training.parts.teachers import refuse_other_tokenizer
 
-    refuse_other_tokenizer(teacher, model)
+        refuse_other_tokenizer(teacher, model)
+    if rollout is None or not rollout.router_replay:
+        return
+    config = read_config(model)
+    if config is not None:
+        refuse_without_experts(config)
 
 
 def results_of(evaluation: Evaluation) -> dict[str, float]:

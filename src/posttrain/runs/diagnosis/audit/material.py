@@ -158,6 +158,14 @@ def _reasons(recipe: Recipe, facts: UpdateFacts) -> Iterator[tuple[str, str]]:
         yield "rollout.truncated_divisor", "averages include answers outside the update's rows"
     if sampling is not None and sampling.replays:
         yield "rollout.top_k", "log-probabilities are normalized over sampled token sets"
+    if facts.reference is not None:
+        yield "reference", "it moves, and audits compare with the initial model"
+    if recipe.rollout is not None and recipe.rollout.router_replay:
+        yield "rollout.router_replay", "the experts chosen while sampling are not recorded"
+    if recipe.train.router_aux_loss_coef or facts.routers is not None:
+        yield "train.router_aux_loss_coef", "the routers' loss has no reference formula for its gradient"
+    if recipe.train.neftune_noise_alpha is not None:
+        yield "train.neftune_noise_alpha", "embedding noise is random"
     if facts.has_dropout or (recipe.model.adapter is not None and recipe.model.adapter.dropout):
         yield "model.adapter.dropout", "dropout is random"
 
