@@ -55,6 +55,20 @@ ANSWERED = [
 ]
 
 
+# The prompts of the cookbook's arithmetic, with their answers.
+SHOWN_SUMS = [
+    {
+        "messages": [
+            {"role": "user", "content": "What is 4 + 5?"},
+            {"role": "assistant", "content": "9"},
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"].removeprefix("#### ")},
+        ]
+    }
+    for row in SUMS
+]
+TAUGHT_PASSES = 8
+RL_RATE = 1.5e-4
 LOCAL = {"HuggingFaceH4/no_robots": ROWS, "openai/gsm8k": SUMS}  # rows in place of those of the hub
 
 
@@ -65,6 +79,11 @@ def _local(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "tinker_cookbook", reason="tinker-cookbook is not installed (make test-adapters ADAPTERS=tinker)"
     )
+    stand_in(monkeypatch)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put this machine's key, tokenizer and rows in place of remote ones."""
     import datasets
     from tinker_cookbook import tokenizer_utils
     from transformers import AutoTokenizer
@@ -175,43 +194,90 @@ def test_sl_loop_of_a_killed_server_is_resumed_to_the_bit(folder: Path) -> None:
         assert (place / file).read_bytes() == saved(folder, undisturbed, file)
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
-def test_rl_train_samples_what_it_trains(served: Served, folder: Path, loss: str) -> None:
-    """RL over the cookbook's arithmetic, from the weights of the SL loop: the sampler agrees with the trainer."""
-    from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
+def small_sums(steps: int) -> Any:
+    """The cookbook's arithmetic with numbers up to 3, which ``tiny`` can learn."""
+    import chz
+    import numpy as np
+    from tinker_cookbook import renderers
+    from tinker_cookbook.recipes.math_rl import arithmetic_env as cookbook
+    from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+    class Small(cookbook.ArithmeticDataset):
+        def _make_env_group_builder(self, rng: np.random.RandomState) -> Any:
+            class Below:
+                randint = staticmethod(lambda low, high: rng.randint(0, 4))
+
+            return super()._make_env_group_builder(Below())  # type: ignore[arg-type]
+
+    @chz.chz
+    class Builder(cookbook.ArithmeticDatasetBuilder):
+        async def __call__(self) -> Any:
+            renderer = renderers.get_renderer(self.renderer_name, tokenizer=get_tokenizer(NAME))
+            return Small(self.batch_size, renderer, self.group_size, self.n_batches), None
+
+    return Builder(
+        batch_size=8, model_name_for_tokenizer=NAME, renderer_name="role_colon", n_batches=steps, group_size=8
+    )
+
+
+@pytest.fixture(scope="module")
+def taught(served: Served, folder: Path) -> dict[str, str]:
+    """States of ``tiny`` that was shown the prompts of the arithmetic, and answers some of them."""
+    from tinker_cookbook.renderers import TrainOnWhat
+
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        patch.setitem(LOCAL, "HuggingFaceH4/no_robots", TAUGHT_PASSES * SHOWN_SUMS)
+        answer = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+        run_sl_loop(served.url, folder / "taught", learning_rate=6e-3, lora_rank=32, save_every=0, train_on_what=answer)
+    return newest_states(folder / "taught")
+
+
+def run_rl(served: Served, log: Path, loss: str, start: str, steps: int) -> list[dict[str, Any]]:
+    """Run the cookbook's RL from a saved state; return the metrics of its steps."""
     from tinker_cookbook.rl import train
 
-    builder = ArithmeticDatasetBuilder(
-        batch_size=4, model_name_for_tokenizer=NAME, renderer_name="role_colon", n_batches=3, group_size=8
-    )
-    log = folder / f"rl-{loss}"
-    options: dict[str, Any] = {
-        "max_tokens": 24,
-        "eval_every": 0,
-        "save_every": 2,
-        "lora_rank": 8,
-        "learning_rate": 1e-4,
-    }
-    start = newest_states(folder / "sl")["state_path"]
     config = train.Config(
         base_url=served.url,
         log_path=str(log),
         model_name=NAME,
         recipe_name="rl",
         renderer_name="role_colon",
-        dataset_builder=builder,
-        loss_fn=loss,
+        dataset_builder=small_sums(steps),
+        loss_fn=loss,  # type: ignore[arg-type]
         load_checkpoint_path=start,
-        **options,
+        max_tokens=8,
+        eval_every=0,
+        save_every=2,
+        lora_rank=32,
+        learning_rate=RL_RATE,
     )
     asyncio.run(train.main(config))
     metrics = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in metrics if "optim/kl_sample_train_v1" in row]
+    return [row for row in metrics if "optim/kl_sample_train_v1" in row]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo"])
+def test_rl_train_samples_what_it_trains(served: Served, folder: Path, taught: dict[str, str], loss: str) -> None:
+    """RL over the cookbook's arithmetic from answers of which some are right: the sampler agrees with the trainer."""
+    log = folder / f"rl-{loss}"
+    steps = run_rl(served, log, loss, taught["state_path"], 3)
     assert len(steps) == 3
     for row in steps:
         assert row["optim/kl_sample_train_v1"] == approx(0.0, abs=OF_EMBEDDED)
+        assert row["env/all/by_group/frac_mixed"] > 0.5, "groups with different rewards"
+        assert row["grad_norm"] > 0
     moved = saved(folder, newest_states(log)["state_path"], "adapter_model.safetensors")
-    assert moved != saved(folder, start, "adapter_model.safetensors")
+    assert moved != saved(folder, taught["state_path"], "adapter_model.safetensors")
+
+
+def test_rl_train_raises_the_mean_reward(served: Served, folder: Path, taught: dict[str, str]) -> None:
+    steps = run_rl(served, folder / "rl-rises", "importance_sampling", taught["state_path"], 12)
+    rewards = [row["env/all/reward/total"] for row in steps]
+    assert len(rewards) == 12
+    for row in steps:
+        assert row["optim/kl_sample_train_v1"] == approx(0.0, abs=OF_EMBEDDED)
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
 
 
 def test_rl_loop_trains_with_gspo(served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from test_batch_fields import CLOSE, LORA, difference, initial_model, plain_logprobs, update
 
 from closeness import approx
@@ -205,3 +206,20 @@ def test_damaged_reference_cache_is_computed_again(
     with counted(monkeypatch) as request:
         prepare(recipe, tmp_path)
     assert sum(request) == 20
+
+
+def test_cached_reference_is_sent_to_other_processes_once(tmp_path: Path) -> None:
+    """Rows that share memory would each be sent with the memory of all."""
+    lengths = [50] * 200
+    known = sources.FixedField(
+        {place: (torch.zeros(length), torch.ones(length)) for place, length in enumerate(lengths)},
+        dict.fromkeys(range(len(lengths)), b"d" * 16),
+    )
+    (tmp_path / KEPT).write_bytes(save(sources._tensors_of(known, "units-of")))
+    found = sources._read_cache(tmp_path / KEPT, "units-of", 2)
+    assert found is not None
+    assert found.digests == known.digests
+    assert all(torch.equal(found.values[n][k], known.values[n][k]) for n in known.values for k in (0, 1))
+    num_bytes = 4 * 2 * sum(lengths)
+    overhead = 1000 * 2 * len(lengths)  # of 400 tensors; sharing memory, they take 400 times the bytes
+    assert len(pickle.dumps(found)) < num_bytes + overhead

@@ -28,7 +28,7 @@ from posttrain.training.build import prepare
 from posttrain.training.parts.balancing import RouterBalancing
 from posttrain.training.sources import stored
 from posttrain.training.step import Method, accumulate
-from posttrain.types import Batch, ExpertChoices, Sample, collate
+from posttrain.types import Batch, Completion, ExpertChoices, Sample, collate
 from refusing import refuses
 from small_runs import make_recipe, run, same_bits, saved_tensors, steps_of, untimed
 
@@ -459,6 +459,15 @@ def test_batches_ahead_with_experts_that_do_not_fit_are_refused(damage: Any) -> 
     completion["experts"] = None if damage is None else completion["experts"] | damage
     with pytest.raises((ValueError, TypeError)):
         read_checked(good, source)
+
+
+def test_batch_ahead_with_an_answer_that_failed_before_it_began_is_read() -> None:
+    source: Any = prepare(moe_recipe(rollout={"staleness": 1})).source
+    drawn = source.draw(1, 0)
+    drawn.sampled[0][0].completion = Completion((), (), "environment_failed", 0, ())
+    again = read_checked(stored.write_drawn(drawn) | {"batch": 0}, source)
+    assert again.sampled[0][0].completion.experts is None
+    assert again.sampled[0][1].completion == drawn.sampled[0][1].completion
 
 
 def read_checked(written: Any, source: Any) -> Any:

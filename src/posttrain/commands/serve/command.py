@@ -29,6 +29,10 @@ from posttrain.commands.serve.listening import address_of, answer_requests, list
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from socket import socket
+
+    from starlette.types import ASGIApp
+
     from posttrain.sampling.models import ModelSource
 
 DEFAULT_MODELS = 4  # in training at a time
@@ -121,10 +125,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if arguments.train:
         return _serve_training(arguments, source, key)
 
-    from posttrain.commands.serve.access import Access
     from posttrain.commands.serve.answering import Answerer, Recorder
     from posttrain.commands.serve.application import Api
-    from posttrain.commands.serve.limits import RequestLimit
     from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_components(arguments).get("template"), source)
@@ -139,13 +141,24 @@ def run_serve(arguments: argparse.Namespace) -> int:
             recorder = Recorder(Path(arguments.record), names[0])
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
         print(f"serves {names[0]} at {address_of(host, port)}/v1  (Ctrl-C ends it)", flush=True)
-        if arguments.api_key == "":
-            print(f"key: {key}", flush=True)
         if not api.conversations.shows:
             print(NOT_SHOWN, flush=True)
-        application = RequestLimit(api.application(), arguments.max_requests)
-        answer_requests(Access(application, host, key), listener)
+        _answer(arguments, api.application(), listener, key)
     return 0
+
+
+def _answer(arguments: argparse.Namespace, application: ASGIApp, listener: socket, key: str | None) -> None:
+    """Print a generated key, then answer until Ctrl-C: with the key, from this host, and within limits."""
+    from posttrain.commands.serve.access import Access
+    from posttrain.commands.serve.limits import RequestLimit
+
+    if arguments.api_key == "":
+        print(f"key: {key}", flush=True)
+    command = "posttrain serve"
+    if arguments.train:
+        command = "posttrain serve --train"
+    limited = RequestLimit(application, arguments.max_requests)
+    answer_requests(Access(limited, arguments.host, key, command), listener)
 
 
 def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str | None) -> int:
@@ -161,8 +174,6 @@ def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str
         raise MissingExtra("protobuf", "tinker", "posttrain serve --train")
 
     from posttrain.commands.options import chosen_components
-    from posttrain.commands.serve.access import Access
-    from posttrain.commands.serve.limits import RequestLimit
     from posttrain.commands.serve.tinker.application import TinkerApi
     from posttrain.commands.serve.tinker.service import Service, ServiceLimits
     from posttrain.commands.serve.tinker.states import StateFolder
@@ -187,11 +198,7 @@ def _serve_training(arguments: argparse.Namespace, source: ModelSource, key: str
                 where = address_of(host, port)
                 print(f"trains {names[0]} for clients of Tinker with base_url {where}  (Ctrl-C ends it)", flush=True)
                 print(f"states: {folder}", flush=True)
-                if arguments.api_key == "":
-                    print(f"key: {key}", flush=True)
-                api = TinkerApi(service, arguments.max_requests)
-                application = RequestLimit(api.application(), arguments.max_requests)
-                answer_requests(Access(application, host, key, "posttrain serve --train"), listener)
+                _answer(arguments, TinkerApi(service, arguments.max_requests).application(), listener, key)
         except Held as other:
             raise UsageError(
                 f"--states {folder}: used by another server ({other}); choose a different folder"

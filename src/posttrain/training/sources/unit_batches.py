@@ -168,7 +168,8 @@ def _read_cache(cache: Path, key: str, rows_per_unit: int) -> FixedField | None:
         if cache.is_file():
             stored = load_file(cache)
         places = stored[key].tolist()
-        rows = stored["values"].split(stored["lengths"].tolist())
+        # Pickling a view, for other processes, writes all values.
+        rows = [values.clone() for values in stored["values"].split(stored["lengths"].tolist())]
         digests = stored["digests"].numpy().tobytes()
     except (SafetensorError, KeyError, RuntimeError):
         return None
