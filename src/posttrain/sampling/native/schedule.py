@@ -137,12 +137,8 @@ class Schedule:
             assert vocab_size is not None, "stop ids are of a vocabulary"
             self.ends = ids_as_mask(self.rules.barred_ids, vocab_size, device)
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
-        size = min(limit, FIRST_COLUMNS) + 1
-        shared = None
-        if share:
-            shared = SharedPrefixes(decoder.shapes, num_slots, device)
-        else:
-            size += max(map(len, prompts))
+        shared = SharedPrefixes(decoder.shapes, num_slots, device) if share else None
+        size = (0 if share else max(map(len, prompts))) + min(limit, FIRST_COLUMNS) + 1
         self.cache = SlotCache(decoder, num_slots, size, shared)
 
     def run(self) -> None:
