@@ -49,6 +49,19 @@ def test_keys_of_a_recipe_and_names_are_completed(tmp_path: Path) -> None:
     assert complete_words(["generate", "ti"]) == ["tiny", "tiny-sft"]
 
 
+NO_RUNS = ["$(touch x)", "a;touch x", "`touch x`", "a b", "\x1b]0;x\x07", "two\nlines", "*", "-x"]
+
+
+@pytest.mark.parametrize("name", NO_RUNS)
+def test_folders_that_cannot_be_runs_are_not_completed(tmp_path: Path, name: str) -> None:
+    """bash puts a candidate on the command line as it is, where Enter runs it."""
+    for folder in (name, "mine"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "recipe.yaml").touch()
+    assert complete_words(["doctor", ""], str(tmp_path)) == ["mine"]
+    assert complete_words(["generate", f"{tmp_path}/"], str(tmp_path)) == [f"{tmp_path}/mine"]
+
+
 def test_script_of_a_shell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for shell, script in SCRIPTS.items():
         assert main(["completion", shell]) == 0

@@ -119,6 +119,8 @@ def test_panel_that_cannot_be_asked_is_refused_by_name(change: Mapping[str, Any]
         ("p.txt", "\ufeffWhat is 1 plus 1?\nAnd 2 plus 2?\n", ["What is 1 plus 1?", "And 2 plus 2?"]),
         ("p.json", json.dumps(["a\nb", {"prompt": "c"}]), ["a\nb", "c"]),
         ("p.jsonl", '{"prompt": "a", "answer": 1}\n"b"\n', ["a", "b"]),
+        ("p.jsonl", '\n{"prompt": "a\u2028b"}\r\n\n"c\x85d"\n', ["a\u2028b", "c\x85d"]),
+        ("p.txt", "one\x0ctwo\u2028three\r\nfour\n\n", ["one\x0ctwo\u2028three", "four"]),
     ],
 )
 def test_prompts_of_a_file_are_its_lines_or_rows(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
@@ -139,6 +141,12 @@ def test_prompts_of_a_file_are_its_lines_or_rows(tmp_path: Path, name: str, text
         ("p.json", b'["\\ud800"]', "prompt 0"),
         ("p.jsonl", b'{"prompt": "a"}\n{"question": "b"}\n', "prompt 1"),
         ("p.jsonl", b"not json", "line 1"),
+        ("p.jsonl", b'"a"\n\nnot json', "line 3"),
+        ("p.jsonl", b'{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
+        ("p.jsonl", b'{"prompt": "a", "id": ' + b"9" * 5_000 + b"}", "5,000 digits"),
+        ("p.jsonl", b'{"prompt": "a", "system": "Be brief."}', "'system'"),
+        ("p.json", b'[{"prompt": "a", "tools": [{"name": "f"}]}]', "'tools'"),
+        ("p.txt", b"\n\n", "empty"),
         ("p.csv", b"prompt\na\n", ".csv"),
     ],
 )

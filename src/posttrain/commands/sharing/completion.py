@@ -148,7 +148,10 @@ def _places(name: str, after: Sequence[str], runs_dir: str) -> list[str]:
         return recipe_names()
     runs: list[str] = []
     if Path(runs_dir).is_dir():
-        runs = sorted(place.name for place in Path(runs_dir).iterdir() if (place / "recipe.yaml").is_file())
+        from posttrain.runs.directory import RUN_NAME  # a shell takes what is listed as typed, so no other names
+
+        named = [place for place in Path(runs_dir).iterdir() if RUN_NAME.fullmatch(place.name)]
+        runs = sorted(place.name for place in named if (place / "recipe.yaml").is_file())
     if command in ("runs", "doctor", "what-if", "studio"):
         return runs
     if command in ("generate", "chat", "evaluate", "serve", "quantize", "activations"):
