@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_598,
     "runs": 46_739,
     "sampling": 62_066,
-    "store": 20_833,
+    "store": 20_834,
     "sweeps": 26_292,
     "terminal": 4_444,
     "training": 73_743,
