@@ -299,6 +299,7 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
     for key in keys:
         _check_key(key, change.label)
     _check_head(recipe.objective, began.objective, change.label)
+    _check_state(recipe, began, change.label)
     if began.model.init is not None and began.train.seed != recipe.train.seed:
         raise RecipeError(
             f"{change.label}: with model.init, the seed determines the initial weights, so they would differ. Omit it"
@@ -324,6 +325,32 @@ def _check_head(before: Component, after: Component, label: str) -> None:
         raise RecipeError(
             f"{label}: the checkpoint lacks the head required by this objective. Give a different objective"
         )
+
+
+def _check_state(before: Recipe, after: Recipe, label: str) -> None:
+    """Refuse averages, a moving reference or trained weights other than the checkpoint's."""
+    states = _state_of(before)
+    for key, state in _state_of(after).items():
+        if state != states[key]:
+            raise RecipeError(
+                f"{label}: {key} cannot change, because it determines the checkpoint's contents. Train a new run with "
+                "this value"
+            )
+
+
+def _state_of(recipe: Recipe) -> dict[str, object]:
+    """What a checkpoint contains besides the model, by the key that decides it."""
+    ratios = recipe.train.lr_ratios
+    frozen: list[tuple[str, bool]] = []
+    if 0 in ratios.values():  # the first pattern that matches applies
+        frozen = [(pattern, ratio == 0) for pattern, ratio in ratios.items()]
+    teacher = recipe.teacher
+    return {
+        "train.ema_decay": recipe.train.ema_decay is not None,
+        "train.lr_ratios": frozen,
+        "reference": recipe.reference is not None,
+        "teacher": teacher is not None and teacher.weights == "ema",
+    }
 
 
 def _check_length(train: TrainSection, label: str, plan: WhatIfPlan) -> None:
