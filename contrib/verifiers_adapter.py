@@ -187,29 +187,37 @@ def _environment(key: str, load: str, args: dict[str, Any] | None) -> Any:
         module = load.rpartition("/")[2].replace("-", "_")
         raise UsageError(f"{key}.load: {load!r} names no function. Write load: {module}:load_environment")
     function = registry.import_component("task", load, f"{key}.load").function
-    return _made(key, load, function, json.dumps(args or {}, sort_keys=True))
+    try:
+        return _made(function, json.dumps(args or {}, sort_keys=True))
+    except _Unusable as error:
+        raise UsageError(f"{key}.load: {load} {error}") from error
+
+
+class _Unusable(Exception):
+    """Why an environment cannot be used, after its name."""
 
 
 @lru_cache(maxsize=16)
-def _made(key: str, load: str, function: Any, args: str) -> Any:
+def _made(function: Any, args: str) -> Any:
+    """Make an environment; its task, environment and reward share it."""
     vf = _package()
     try:
         environment = function(**json.loads(args))
     except Exception as error:  # a package raises what it likes
-        raise UsageError(f"{key}.load: {load} raised {type(error).__name__}: {harmless(str(error))}") from error
+        raise _Unusable(f"raised {type(error).__name__}: {harmless(str(error))}") from error
     for one in _parts_of(environment):
         if not isinstance(one, vf.MultiTurnEnv):
-            raise UsageError(
-                f"{key}.load: {load} is a {type(one).__name__}, but only subclasses of MultiTurnEnv (SingleTurnEnv, "
+            raise _Unusable(
+                f"is a {type(one).__name__}, but only subclasses of MultiTurnEnv (SingleTurnEnv, "
                 "ToolEnv, StatefulToolEnv) and groups of them are supported. Evaluate it with vf-eval against "
                 "posttrain serve"
             )
         if one.rubric._get_group_reward_funcs() or getattr(one.rubric, "has_group_rewards", False):
-            raise UsageError(f"{key}.load: {load} has group rewards, which are not supported")
+            raise _Unusable("has group rewards, which are not supported")
         if one.max_total_completion_tokens > 0:
-            raise UsageError(f"{key}.load: {load} sets max_total_completion_tokens; set rollout.max_tokens instead")
+            raise _Unusable("sets max_total_completion_tokens; set rollout.max_tokens instead")
         if one is not environment and one.tool_defs:
-            raise UsageError(f"{key}.load: {load} is a group with tools; tools must be the same for all rows")
+            raise _Unusable("is a group with tools; tools must be the same for all rows")
         if hasattr(one, "error_formatter"):
             one.error_formatter = _noting(one.error_formatter)
     return environment

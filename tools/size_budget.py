@@ -46,7 +46,7 @@ TOKENS: dict[str, int] = {
     "other_names": 5_676,
     "recipes": 14_414,
     "reports": 17_620,
-    "runs": 46_773,
+    "runs": 46_948,
     "sampling": 62_058,
     "store": 20_833,
     "sweeps": 26_292,

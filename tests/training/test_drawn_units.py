@@ -181,3 +181,20 @@ def test_rating_after_probe_is_refused_when_drawn(tokenizer, template) -> None:
     source = source_of(tokenizer, template, rated, "judged", objective="kto")
     with refuses(RecipeError, "data.label_above", f"a/{SIZE - 1}"):
         source.units[SIZE - 1]
+
+
+def test_batch_after_resume_is_that_of_uninterrupted_run(tokenizer, template) -> None:
+    """A source that begins at a later step draws the same rows and replacements."""
+    long = list(range(NUM_PROBED, SIZE, 3))
+    data = {"batch_size": 16, "max_length": length_limit(tokenizer, template)}
+
+    def begun() -> SupervisedSource:
+        return source_of(tokenizer, template, on_demand(sums(SIZE, long))[0], data=data)
+
+    straight = begun()
+    expected = batches(straight, 30)
+    assert straight.take_warnings(), "rows were replaced"
+    for step in (3, 14, 30):
+        resumed = begun()(step)
+        assert same([resumed.batch], [expected[step - 1]])
+        assert resumed.given == straight(step).given
