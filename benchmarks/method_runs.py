@@ -79,7 +79,10 @@ CONTRASTS: dict[str, tuple[Variant, ...]] = {
             "published clip",
             (("objective.clip_low", "3e-4"), ("objective.clip_high", "4e-4")),
         ),
-    )
+    ),
+    "preference/discopop": (
+        Variant("preference/discopop", "published temperature", (("objective.temperature", "0.05"),)),
+    ),
 }
 
 

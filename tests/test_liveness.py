@@ -235,7 +235,8 @@ class Place:
         still = lively(recipe, kind, self)
         still.train.steps = 1
         still.train.lr = 1e-30
-        return trained(still, self.folder / f"start-{kind}")
+        number = len(list(self.folder.iterdir()))
+        return trained(still, self.folder / f"start-{number}")
 
 
 @pytest.fixture
@@ -313,12 +314,15 @@ SMALLEST = min(FAMILIES, key=lambda family: len(FAMILIES[family]))
 def close_pairs(names: Sequence[str], kind: str, place: Place) -> dict[tuple[str, str], float]:
     """Return the pairs of recipes that end in the same weights, with their distances."""
     ends = {name: place.run(resolved(name), kind) for name in names}
-    start = place.start(resolved(names[0]), kind)
+    starts: dict[torch.Size, Tensor] = {}
+    for name, end in ends.items():
+        if end.shape not in starts:  # a model with a head of scores has other weights
+            starts[end.shape] = place.start(resolved(name), kind)
     found = {}
     for left, right in itertools.combinations(names, 2):
         if ends[left].shape != ends[right].shape:
             continue
-        apart = distance(ends[left], ends[right], start)
+        apart = distance(ends[left], ends[right], starts[ends[left].shape])
         if apart <= SAME:
             found[left, right] = apart
     return found

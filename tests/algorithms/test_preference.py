@@ -12,6 +12,7 @@ from closeness import allclose, approx
 from posttrain.algorithms.objectives.preference import (
     apo_down,
     apo_zero,
+    discopop,
     dpo,
     exo,
     ipo,
@@ -75,6 +76,18 @@ def test_cdpo_has_its_minimum_where_the_model_is_as_sure_as_the_labels():
     assert slope == approx([0.0, 0.0], abs=1e-12)
     assert gradient(dpo, one_pair(best - 1, 0.0), beta=0.1, label_smoothing=0.2)[0] < 0.0
     assert gradient(dpo, one_pair(best + 1, 0.0), beta=0.1, label_smoothing=0.2)[0] > 0.0
+
+
+# --- DiscoPOP
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 0.11, 0.2])
+def test_discopop_slope_at_the_reference_is_right_above_a_temperature(temperature: float):
+    """``β ((1 − log 2) / (4 τ) − 3/4)`` per nat of the chosen answer, worked out by hand; negative is right."""
+    slope = 0.5 * ((1 - math.log(2.0)) / (4 * temperature) - 0.75)
+    found = gradient(discopop, one_pair(0.0, 0.0), beta=0.5, temperature=temperature)
+    assert found == approx([slope, -slope], abs=1e-15)
+    assert (slope < 0) == (temperature > (1 - math.log(2.0)) / 3)
 
 
 # --- IPO, hinge

@@ -43,7 +43,7 @@ def test_grpo_from_tiny_sft_learns(tmp_path: Path) -> None:
 
 def test_grpo_under_top_p_learns_and_its_ratio_begins_at_one(tmp_path: Path) -> None:
     changes = [("train.steps", "40"), ("eval.num_examples", "200"), ("eval.every", "40")]
-    run = launch(load_recipe("tiny/grpo-top-p", changes), root=tmp_path, name="grpo").folder
+    run = launch(load_recipe("tiny/grpo-top-p", changes), RunStart(root=tmp_path, name="grpo")).folder
     log = MetricsLog(run / "metrics.jsonl").read()
     first, *_, last = (point.results for point in evaluation_points(log))
     assert last["accuracy"] > first["accuracy"] + 0.5

@@ -188,7 +188,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "sampling."),
         Metric("clip_fraction", "share", "none", "Fraction of tokens whose ratio is clipped."),
         Metric("cov_fraction", "share", "none", "Fraction of tokens chosen by their covariance."),
-        Metric("masked_tokens", "share", "none", "Fraction of tokens that `masks` leave out of the policy's term."),
+        Metric("masked_tokens", "share", "none", "Fraction of tokens that `masks` leave out of the policy's term, "
+               "over all rows."),
         Metric("kl_ref", "nats", "none", "KL to the reference model per token (k3 estimator); of the truncated "
                "distributions if sampling is truncated.", "KL to reference"),
         Metric("kl_sampler", "nats", "lower", "KL between sampler and trainer per token (k3 estimator). Only rounding "

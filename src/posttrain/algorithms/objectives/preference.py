@@ -410,8 +410,9 @@ def discopop(outputs: Outputs, batch: Batch, *, beta: Positive = 0.05, temperatu
 
     Departure: in e^(−l), l is clamped to at least −20; at such values m rounds to 0.
 
-    What goes wrong: Badly misordered pairs can get stuck in the local minimum. Start from a model that orders most
-    pairs correctly.
+    What goes wrong: For τ below (1 − log 2) / 3 = 0.10 the slope at l = 0 has the wrong sign. Pairs start there, and
+    training moves them into the local minimum, where rejected answers are likelier. Long answers jump over it, since
+    their Δ changes by several nats per update; raise τ for short ones.
 
     Args:
         beta: β (paper: 0.05).
