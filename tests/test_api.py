@@ -529,6 +529,21 @@ def test_sweep_takes_over_rows_and_seeds_by_name(tmp_path: Path, monkeypatch: py
     assert len(one_seed.trials) != len(by_name.trials)
 
 
+def test_sweep_over_texts_varies_exactly_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr("posttrain.api.sweep.make_sweep", lambda plan, *_, **__: plans.append(plan))
+    pt.sweep("tiny/sft", over={"model.name": ["tiny", "tiny-sft"]}, seeds=1, runs_dir=tmp_path)
+    pt.sweep("tiny/sft", over={"description": ["größer", "10"]}, seeds=1, runs_dir=tmp_path)
+    assert [row.recipe.model.name for row in plans[0].rows] == ["tiny", "tiny-sft"]
+    assert [row.recipe.description for row in plans[1].rows] == ["größer", "10"]
+
+
+def test_sweep_over_values_of_several_keys_is_refused(tmp_path: Path) -> None:
+    for values in ([{"lr": 1e-4}, {"steps": 4}], [{"lr": 1e-4, "steps": 4}]):
+        with refuses(UsageError, "over", "train.lr", "train.steps"):
+            pt.sweep("tiny/sft", over={"train": values}, runs_dir=tmp_path)
+
+
 @pytest.mark.parametrize(("progress", "num_lines"), [(True, 1), (False, 0)])
 def test_generate_without_progress_says_nothing(
     progress: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch

@@ -322,9 +322,10 @@ def memory_text() -> str:
     """
     plans = {}
     for name in training_recipe_names():
-        if not needs_gpu(name):
+        recipe = load_recipe(name)
+        if not needs_gpu(name, recipe.model.name):
             continue
-        plan = estimate_memory(load_recipe(name).resolve(), PLANNED_GIB * 2**30)
+        plan = estimate_memory(recipe.resolve(), PLANNED_GIB * 2**30)
         if isinstance(plan, str):
             raise SystemExit(f"{name}: {plan}")
         plans[name] = round(max(plan.update, plan.sampling) / 2**30, 1)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from posttrain import __version__
 from posttrain.activity import heartbeat, is_redirected
@@ -181,11 +181,13 @@ def _options_of(name: str, command: Command) -> CommandOptions | None:
     if name in _OPTIONS:
         return _OPTIONS[name]
     if command.options is not None:
-        return cast(CommandOptions, imported(command.options))
-    if command.body is None:
+        place = command.options
+    elif command.body is not None:
+        place = f"{command.body.partition(':')[0]}:OPTIONS"
+    else:
         return None
-    module = command.body.partition(":")[0]
-    return cast(CommandOptions, imported(f"{module}:OPTIONS"))
+    options: CommandOptions = imported(place)
+    return options
 
 
 _QUIET = option("--quiet", action="store_true", help="no progress, only notices and the result")

@@ -15,12 +15,12 @@ from posttrain.evaluation.comparisons import holm
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.differences.changes import (
     Changes,
-    Seen,
+    DictionaryChanges,
     match_rates,
+    measure_changes,
     paired_changes,
     random_features,
     scale_latents,
-    see_changes,
     sum_by_document,
     two_sided_p,
     unpaired_changes,
@@ -260,8 +260,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
     return write_tensors(folder, {"resid.2": [base, post]}, documents=tokens.tolist())
 
 
-def see(store: ActivationStore) -> Seen:
-    return see_changes(store, "resid.2", axes(), held_out_start=1500, seed=0, min_documents=12, min_change=0.2)
+def see(store: ActivationStore) -> DictionaryChanges:
+    return measure_changes(store, "resid.2", axes(), held_out_start=1500, seed=0, min_documents=12, min_change=0.2)
 
 
 def test_what_changed_is_seen_and_the_nulls_are_silent(store: ActivationStore) -> None:

@@ -34,7 +34,7 @@ from posttrain.sweeps.file import Overrides
 from posttrain.sweeps.plan import SweepPlan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
 from posttrain.sweeps.runner import run_trials
-from posttrain.terminal.console import open_console, say
+from posttrain.terminal.console import open_console, teller
 
 KEYS = ("recipe", "over", "rows", "seeds")
 
@@ -169,8 +169,13 @@ def _read_over(over: object) -> tuple[str, list[str]] | None:
     ((name, values),) = over.items()
     if not isinstance(name, str) or not isinstance(values, list | tuple) or not values:
         raise RecipeError(problem)
-    pairs = [overrides_of({name: value})[0] for value in values]
-    return pairs[0][0], [text.strip('"') for _, text in pairs]
+    pairs = []
+    for value in values:
+        pairs += overrides_of({name: value})
+    keys = sorted({key for key, _ in pairs})
+    if len(keys) > 1 or len(pairs) > len(values):
+        raise RecipeError(f"over: the values of {name!r} set several keys: {', '.join(keys)}. Give values of one key")
+    return keys[0], [text for _, text in pairs]
 
 
 def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -> Path:
@@ -188,13 +193,7 @@ def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -
 def make_sweep(plan: SweepPlan | ComparisonPlan, command: str, jobs: int | None, *, quiet: bool) -> Sweep:
     """Run unfinished trials, then write results, tables, plot and HTML page. ``quiet``: print failures only."""
     console = open_console()
-
-    def tell(line: str, is_failure: bool) -> None:
-        if is_failure:
-            say(console, line, "red")
-        elif not quiet:
-            say(console, line, "dim")
-
+    tell = teller(console, quiet=quiet)
     runs: list[Run] = []
     results = None
     page = None

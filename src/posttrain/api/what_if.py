@@ -19,7 +19,7 @@ from posttrain.runs.directory import check_run_name, find_run
 from posttrain.runs.what_if.plan import Planned, plan_futures
 from posttrain.runs.what_if.results import WhatIfResults, read_results
 from posttrain.runs.what_if.runner import choose_jobs, new_folder, run_futures
-from posttrain.terminal.console import open_console, say
+from posttrain.terminal.console import open_console, teller
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,7 @@ def play_futures(
     num_jobs = choose_jobs(planned, jobs)
     folder = new_folder(Path(runs_dir), planned.plan.run, planned.plan.at, name)
     console = open_console()
-
-    def tell(line: str, is_failure: bool) -> None:
-        if is_failure:
-            say(console, line, "red")
-        elif not quiet:
-            say(console, line, "dim")
-
+    tell = teller(console, quiet=quiet)
     with heartbeat("what-if", console.file, is_on=not quiet and not console.is_terminal):
         run_futures(folder, planned, num_jobs, tell)
     return _finish(folder)

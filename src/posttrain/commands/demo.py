@@ -99,7 +99,8 @@ def reasoning_outcome(before: Results, after: Results) -> str:
 
 def tools_outcome(before: Results, after: Results) -> str:
     """Return a sentence on whether the model learned when a call pays."""
-    large, small = (f"{size}:accuracy" for size in ("large", "small"))
+    large = "large:accuracy"
+    small = "small:accuracy"
     change = (
         f"large sums: {before[large]:.0%} correct before and {after[large]:.0%} after, with "
         f"{after['large:called']:.0%} using the tool; small sums: {before[small]:.0%} and "
@@ -231,13 +232,17 @@ class Plan:
     def problems(self) -> str:
         """Text with the task seed, empty if the task has none. Different seeds give different problems."""
         seed = self.grpo_recipe.task.options.get("seed")
-        return "" if seed is None else f" (task.seed {seed})"
+        if seed is None:
+            return ""
+        return f" (task.seed {seed})"
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Measure, train, measure, train, measure, show."""
-    started, console = time.monotonic(), open_console()
-    root, story = Path(arguments.runs_dir), STORIES[arguments.story]
+    started = time.monotonic()
+    console = open_console()
+    root = Path(arguments.runs_dir)
+    story = STORIES[arguments.story]
     plan = plan_demo(root, arguments.seed, story)
     component = plan.grpo_recipe.task
     task = build_task(map_tasks(component, lambda one: Component(name=one.name, **(one.options | {"split": "test"}))))
@@ -267,8 +272,10 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 def plan_demo(root: Path, seed: int, story: DemoStory) -> Plan:
     """Choose new run names, or reuse an unfinished demo with the same recipes."""
-    for count in itertools.count(1):
-        plan = _plan_of(root, seed, story, "" if count == 1 else f"-{count}")
+    suffix = ""
+    for count in itertools.count(2):
+        plan = _plan_of(root, seed, story, suffix)
+        suffix = f"-{count}"
         folders = list(plan.folders.values())
         if not any(folder.exists() for folder in folders):
             break
@@ -282,13 +289,15 @@ def plan_demo(root: Path, seed: int, story: DemoStory) -> Plan:
 def _plan_of(root: Path, seed: int, story: DemoStory, suffix: str) -> Plan:
     """Build a plan with run names ending in this suffix."""
     seeded = ("train.seed", str(seed))
-    grpo, starts = root / f"{story.run}-grpo{suffix}", []
-    folders, recipes = dict[str, Path](), dict[str, Recipe]()
+    overrides = [seeded]
+    folders: dict[str, Path] = {}
+    recipes: dict[str, Recipe] = {}
     if story.sft is not None:
-        sft = root / f"{story.run}-sft{suffix}"
-        folders[AFTER_SFT], recipes[AFTER_SFT] = sft, load_recipe(story.sft, [seeded]).resolve()
-        starts.append(("model.name", json.dumps(str(sft))))
-    folders[AFTER_GRPO], recipes[AFTER_GRPO] = grpo, load_recipe(story.grpo, [seeded, *starts]).resolve()
+        folders[AFTER_SFT] = root / f"{story.run}-sft{suffix}"
+        recipes[AFTER_SFT] = load_recipe(story.sft, [seeded]).resolve()
+        overrides.append(("model.name", json.dumps(str(folders[AFTER_SFT]))))
+    folders[AFTER_GRPO] = root / f"{story.run}-grpo{suffix}"
+    recipes[AFTER_GRPO] = load_recipe(story.grpo, overrides).resolve()
     return Plan(story, folders, recipes)
 
 
@@ -321,12 +330,16 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
 
 
 def _line(label: str, r: Results, story: DemoStory) -> str:
-    parts = [f"{r[key]:.0%} {description}" for key, description in story.shares.items() if key in r]
-    worked = f", {r['shows_reasoning']:.0%} show their working" if "shows_reasoning" in r else ""
-    return (
+    line = (
         f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} problems of the test split right (95 % interval "
-        f"{r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."
+        f"{r['accuracy_low']:.1%} to {r['accuracy_high']:.1%})"
     )
+    if "shows_reasoning" in r:
+        line += f", {r['shows_reasoning']:.0%} show their working"
+    parts = [f"{r[key]:.0%} {description}" for key, description in story.shares.items() if key in r]
+    if parts:
+        line += f": {', '.join(parts)}"
+    return f"{line}."
 
 
 def side_by_side(stages: Mapping[str, Evaluation], extract: Callable[[str], str | None]) -> list[Transcript]:
@@ -355,13 +368,14 @@ def write_story(
     plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript], seed: int, seconds: float
 ) -> Path:
     """Write ``report.html`` and ``demo.json`` to the GRPO run folder; return the report path."""
-    story, name = plan.story, stages[BASE].name
+    story = plan.story
     results = {label: evaluation.results for label, evaluation in stages.items()}
-    content = {"seed": seed, "seconds": seconds, "evaluation": name, "results": results}
+    content = {"seed": seed, "seconds": seconds, "evaluation": stages[BASE].name, "results": results}
     replace_file(plan.grpo / "demo.json", json.dumps(content, indent=1).encode() + b"\n", durable=False)
     about = f"{results[BASE]['n']:.0f} problems of the test split{plan.problems}"
     chapters = [chapter_of(plan.grpo, "Reinforcement learning, step by step", story.texts[AFTER_GRPO])]
-    start, commands = plan.base, [("ask the trained model", f"posttrain generate {plan.grpo}")]
+    start = plan.base
+    commands = [("ask the trained model", f"posttrain generate {plan.grpo}")]
     if AFTER_SFT in plan.folders:
         start = str(plan.folders[AFTER_SFT])
         chapters.append(chapter_of(plan.folders[AFTER_SFT], "Demonstrations", story.texts[AFTER_SFT]))
@@ -395,6 +409,12 @@ def _say(console: Console, title: str, text: str) -> None:
     console.print(Panel(Text(text), title=title, title_align="left", width=min(100, console.width)))
 
 
+def _shown_text(answer: TranscriptAnswer) -> Text:
+    if answer.is_cut:
+        return Text(f"{answer.text} …")
+    return Text(answer.text)
+
+
 def _show_end(
     console: Console, plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript]
 ) -> None:
@@ -404,9 +424,11 @@ def _show_end(
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")
         table = Table(title=title, title_justify="left", expand=False)
         for answer in transcript.answers:
-            verdict = (answer.verdict, "green" if answer.is_correct else "red")
-            table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
-        table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
+            color = "red"
+            if answer.is_correct:
+                color = "green"
+            table.add_column(Text(f"{answer.label}: ").append(answer.verdict, color), ratio=1)
+        table.add_row(*map(_shown_text, transcript.answers))
         console.print(table)
     rows = [ResultsRow(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
     print_table(console, results_table(rows))

@@ -25,22 +25,21 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """Sample answers to a prompt or a task example, and show grades."""
     components = chosen_components(arguments)
     check_steering(arguments)
-    notes: tuple[str, ...] = ()
     source = find_source(arguments.model, arguments.runs_dir)
+    where = "--task"
+    notes: tuple[str, ...] = ()
     if arguments.prompt is not None:
-        for other, is_given in (("--task", "task" in components), ("--limit", arguments.limit)):
-            if is_given:
-                raise UsageError(f"PROMPT and {other}: give only one; a task already provides prompts")
-        if not arguments.prompt.strip():
-            raise UsageError("PROMPT is empty: give a question, or omit it to use a task example")
-        if kind_of_file(arguments.prompt) == "file":
-            raise UsageError(f"PROMPT {arguments.prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
-        examples, where = [Example("prompt", (Message("user", arguments.prompt),))], "PROMPT"
+        where = "PROMPT"
+        if "task" in components:
+            raise UsageError("PROMPT and --task: give only one; a task already provides prompts")
+        if arguments.limit:
+            raise UsageError("PROMPT and --limit: give only one; a prompt is a single example")
+        examples = [_read_prompt(arguments.prompt)]
     else:
         task = build_task(choose_task(components.get("task"), arguments.model, source.task), "task")
         notes = task.warnings
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
-        examples, where = [task.examples[place % len(task.examples)] for place in places], "--task"
+        examples = [task.examples[place % len(task.examples)] for place in places]
     template = complete_template(components.get("template"), source)
     say_template(source, template)
     sampler = open_model(source, template)
@@ -68,6 +67,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
         for answer in answers[number * arguments.samples : (number + 1) * arguments.samples]:
             _print_answer(console, answer, example)
     return 0
+
+
+def _read_prompt(prompt: str) -> Example:
+    if not prompt.strip():
+        raise UsageError("PROMPT is empty: give a question, or omit it to use a task example")
+    if kind_of_file(prompt) == "file":
+        raise UsageError(f"PROMPT {prompt!r} is a file; rows are --task jsonl --task.path FILE --limit N")
+    return Example("prompt", (Message("user", prompt),))
 
 
 def _print_answer(console: Console, answer: Answer, example: Example) -> None:

@@ -47,17 +47,21 @@ def run_recipes(arguments: argparse.Namespace) -> int:
             raise UsageError(f"missing recipe name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
         print(recipe_text(arguments.name)[1].rstrip())
         return 0
-    console, groups = open_console(), recipe_groups()
+    console = open_console()
+    groups = recipe_groups()
     if print_json([{"title": title, "rows": rows} for title, rows in groups]):
         return 0
     for title, rows in groups:
         common = {label: rows[0][label] for label in COLUMNS[1:-1] if len({row[label] for row in rows}) == 1}
         shown = [label for label in COLUMNS if label not in common]
-        head = Text.assemble((title, "bold"), ("\n" * bool(common) + ", ".join(common.values()), "dim"))
+        head = Text().append(title, "bold")
+        if common:
+            head.append(f"\n{', '.join(common.values())}", "dim")
         table = plain_table(title=head, title_justify="left", title_style="none")
         for label in shown:
             table.add_column(label, no_wrap=True, overflow="ellipsis")
-        lines = [[Text(row[label], style="cyan" if label == "recipe" else "") for label in shown] for row in rows]
+        styles = {"recipe": "cyan"}
+        lines = [[Text(row[label], style=styles.get(label, "")) for label in shown] for row in rows]
         print_rows(console, table, lines, crop=False)
         console.print()
     console.print(
@@ -72,7 +76,7 @@ def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
     """Build table rows (``COLUMNS``) for shipped recipes, grouped by purpose and command."""
     groups: dict[str, list[dict[str, str]]] = {title: [] for title in FOLDERS.values()}
     for name in training_recipe_names():
-        folder = name.partition("/")[0] if "/" in name else ""
+        folder = name.rpartition("/")[0]
         title = FOLDERS.get(folder, f"{folder}: posttrain train NAME")
         groups.setdefault(title, []).append(_training_row(name))
     for title, names in (
@@ -94,9 +98,9 @@ def planned_gib() -> dict[str, float]:
     return {name: float(gib) for name, gib in json.loads(text).items()}
 
 
-def needs_gpu(name: str) -> bool:
-    """Check if a training recipe needs a GPU: it uses a larger model than the embedded one."""
-    return _billions(load_recipe(name).model.name) is not None and name.partition("/")[0] not in CPU_FOLDERS
+def needs_gpu(name: str, model: str) -> bool:
+    """Check if a recipe needs a GPU: its model is larger than the embedded one, and its folder is not for CPUs."""
+    return _billions(model) is not None and name.partition("/")[0] not in CPU_FOLDERS
 
 
 def _training_row(name: str) -> dict[str, str]:
@@ -107,14 +111,15 @@ def _training_row(name: str) -> dict[str, str]:
 def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
     """Build a table row for a sweep, based on its first recipe, or for a ``posttrain sae`` recipe."""
     source = content.get("start") or content.get("base") or {}
-    begins = source if isinstance(source, str) else source.get("recipe")
+    if isinstance(source, str):
+        source = {"recipe": source}
+    begins = source.get("recipe")
     below = {}
     if begins:
         below = _training_row(begins)
     activations = content.get("activations", {})
     task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
-    named = source.get("name") if isinstance(source, Mapping) else None
-    model = activations.get("model", {}).get("name") or named or below.get("model", "")
+    model = activations.get("model", {}).get("name") or source.get("name") or below.get("model", "")
     return _row(name, task, model, list(_texts(content)), content.get("description", ""))
 
 
@@ -132,15 +137,14 @@ def _texts(content: object) -> Iterator[str]:
 
 def _row(name: str, task: str, model: str, trains: Sequence[str], description: str) -> dict[str, str]:
     """Return a row; ``trains``: the recipes, among other texts, whose memory counts."""
-    size = _billions(model)
     hardware = "CPU"
-    if size is not None and name.partition("/")[0] not in CPU_FOLDERS:
+    if needs_gpu(name, model):
         plan = planned_gib()
         gib = max((plan[each] for each in trains if each in plan), default=None)
         hardware = "GPU"
         if gib is not None:
             hardware = f"GPU, {math.ceil(gib)} GiB"
-    columns = (name, task, model.rpartition("/")[2], _written(size), hardware, first_sentence(description))
+    columns = (name, task, model.rpartition("/")[2], _written(_billions(model)), hardware, first_sentence(description))
     return dict(zip(COLUMNS, columns, strict=True))
 
 
@@ -155,10 +159,14 @@ def _written(size: float | None) -> str:
 def _billions(model: str) -> float | None:
     """Guess the parameter count from a model name; None for shipped models and runs based on them."""
     found = _SIZE.search(model)
+    if found is None and "gpt2" in model:
+        return 0.124
     if found is None:
-        return 0.124 if "gpt2" in model else None
+        return None
     number = float(found[1])
-    return number if found[2] in "bB" else number / 1000
+    if found[2] in "mM":
+        return number / 1000
+    return number
 
 
 def first_sentence(description: str) -> str:

@@ -203,10 +203,7 @@ def describe_balances(path: Path) -> str:
 
 def last_start(run: RunDirectory) -> dict[str, Any]:
     """Return versions and hardware of the run's newest start, as the report shows them."""
-    starts = run.read_environment().get("starts", [])
-    if not starts:
-        return {}
-    newest = starts[-1]
+    newest = run.newest_start()
     shown = {}
     if newest.get("command"):
         shown["command"] = shlex.join(map(str, newest["command"]))

@@ -286,8 +286,10 @@ class RunDirectory:
 
     def write_status(self, status: RunStatus) -> None:
         """Write the status atomically, without waiting for the disk."""
-        kept = asdict(status) | {"message": hide_secrets(status.message) if status.message else None}
-        replace_file(self.status_path, json.dumps(kept, indent=1).encode() + b"\n", durable=False)
+        content = asdict(status)
+        if status.message is not None:
+            content["message"] = hide_secrets(status.message)
+        replace_file(self.status_path, json.dumps(content, indent=1).encode() + b"\n", durable=False)
 
     def read_status(self) -> RunStatus | None:
         """Read the status; None if missing. Raises DataError if damaged."""
@@ -321,9 +323,17 @@ class RunDirectory:
         except FileNotFoundError:
             return {}
 
+    def newest_start(self) -> dict[str, Any]:
+        """Look up command, versions and hardware of the last start; empty if not recorded."""
+        starts = self.read_environment().get("starts", [])
+        if not starts:
+            return {}
+        newest: dict[str, Any] = starts[-1]
+        return newest
+
     def made_by(self) -> str | None:
         """Look up the posttrain version used at the last start; None if not recorded."""
-        return (self.read_environment().get("starts") or [{}])[-1].get("versions", {}).get("posttrain")
+        return self.newest_start().get("versions", {}).get("posttrain")
 
     def log(self, text: str) -> None:
         """Append a timestamped line to ``log.txt``."""

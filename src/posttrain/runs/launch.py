@@ -113,7 +113,9 @@ def launch(
     with lock_run(folder):
         recipe, notices = _claim(directory, recipe, start)
         directory.write_environment(start.recipe_name, recipe.fingerprint())
-        before = directory.read_status() if start.resume else None
+        before = None
+        if start.resume:
+            before = directory.read_status()
         record = _Record(directory, new_status(recipe.train.steps or 0, before), observer, should_stop)
         try:
             record.begin([*notices, *start.notes])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -191,6 +191,18 @@ def is_notebook() -> bool:
 def say(console: Console, text: str, style: str = "") -> None:
     """Print a line, wrapped only by the terminal."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def teller(console: Console, *, quiet: bool) -> Callable[[str, bool], None]:
+    """Build a function that prints a line of progress, or a failure if its flag is set. ``quiet``: failures only."""
+
+    def tell(line: str, is_failure: bool) -> None:
+        if is_failure:
+            say(console, line, "red")
+        elif not quiet:
+            say(console, line, "dim")
+
+    return tell
 
 
 def say_template(source: ModelSource, template: Component | None = None) -> None:

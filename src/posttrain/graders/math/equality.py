@@ -142,7 +142,9 @@ def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tupl
         return plain_name(sides[0]), all_but(read_form(sides[1]))
     if not set(operators) <= {"<", "<="} or len(sides) > 3:
         return "", None
-    middle = 1 if len(sides) == 3 or not is_name(sides[0]) else 0
+    middle = 1
+    if len(sides) < 3 and is_name(sides[0]):
+        middle = 0
     ends = [side for place, side in enumerate(sides) if place != middle]
     if not is_name(sides[middle]) or not all(map(_is_constant, ends)):
         return "", None
@@ -291,13 +293,19 @@ class FormComparison:
         return all(self.same(first, one) for one in others) and self.same(first, other)
 
     def _same_relation(self, gold: Form, answer: Form) -> bool:
-        left = resolve(gold) if isinstance(gold, Relation) else None
-        right = resolve(answer) if isinstance(answer, Relation) else None
+        left = None
+        right = None
+        gold_content: Form | None = gold
+        answer_content: Form | None = answer
+        if isinstance(gold, Relation):
+            left = resolve(gold)
+            gold_content = left.content
+        if isinstance(answer, Relation):
+            right = resolve(answer)
+            answer_content = right.content
         statements = [statement for statement in (left, right) if statement is not None]
         if left is not None and right is not None and _letters_named(left) != _letters_named(right):
             return False  # x = y = 3 states more than x = 3
-        gold_content = gold if left is None else left.content
-        answer_content = answer if right is None else right.content
         names = {statement.name for statement in statements if statement.name}
         agree = False
         if gold_content is not None and answer_content is not None and len(names) < 2:

@@ -241,8 +241,11 @@ def _parenthesize_arguments(text: str) -> str:
             if text[start] == "{" and start in starts:
                 has_parentheses = text[start + 1 : inner[0]].isspace() or start + 1 == inner[0]
                 is_doubled = has_parentheses and not text[inner[1] + 1 : end].strip()
-                letters[start] = "" if is_doubled else "("
-                letters[end] = "" if is_doubled else ")"
+                letters[start] = "("
+                letters[end] = ")"
+                if is_doubled:
+                    letters[start] = ""
+                    letters[end] = ""
             inner = (-1, -1)
             if text[start] == "(":
                 inner = (start, end)

@@ -80,7 +80,11 @@ def _fork_watched(seconds: float, overdue_code: int) -> None:
             os.waitpid(pid, 0)
         if not children:
             break
-    os._exit(overdue_code if overdue else code if code >= 0 else 128 - code)
+    if overdue:
+        os._exit(overdue_code)
+    if code < 0:  # killed by this signal
+        os._exit(128 - code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from posttrain.data.render import decode_response, encode_prompt, stop_ids
 from posttrain.data.render.encoding import decode_ids
 from posttrain.evaluation.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import device_of, read_sites, replaced
-from posttrain.interpret.differences.changes import Seen, random_features
+from posttrain.interpret.differences.changes import DictionaryChanges, random_features
 from posttrain.interpret.differences.changes_recipe import CausalSection, ChangesSection
 from posttrain.interpret.differences.divergence import feature_patch
 from posttrain.interpret.saes.sae import SparseAutoencoder
@@ -335,7 +335,7 @@ def measure_causes(
     examples: Sequence[Example],
     changes: ChangesSection,
     saes: Sequence[SparseAutoencoder],
-    seen: Sequence[Seen],
+    seen: Sequence[DictionaryChanges],
     limit: float,
     observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:

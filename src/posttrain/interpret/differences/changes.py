@@ -241,7 +241,7 @@ def random_features(changes: Changes, ranked: Sequence[int], seed: int, draw: in
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class DictionaryChanges:
     """Feature changes between two models, measured with one base dictionary.
 
     ``nulls``: comparisons without true changes: ``itself`` (base twice), ``swapped`` (base and post exchanged in a
@@ -271,7 +271,7 @@ def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple
 
 
 @torch.no_grad()
-def see_changes(
+def measure_changes(
     store: ActivationStore,
     site: str,
     sae: SparseAutoencoder,
@@ -280,7 +280,7 @@ def see_changes(
     seed: int,
     min_documents: int = MIN_DOCUMENTS,
     min_change: float = MIN_CHANGE,
-) -> Seen:
+) -> DictionaryChanges:
     """Measure one dictionary's feature changes on a paired store, in a single pass."""
     device = sae.b_dec.device
     directions = sae.W_dec.detach()
@@ -324,4 +324,4 @@ def see_changes(
         held_out = in_batches(rows_of_side, held_out_start, store.num_rows)
         quality[name] = measure_quality(sae, held_out).numbers()
     amplification = torch.where(energy > 0, present[1] / present[0], torch.nan)
-    return Seen(paired(b, p, moved=moved), nulls, energy, amplification, quality)
+    return DictionaryChanges(paired(b, p, moved=moved), nulls, energy, amplification, quality)

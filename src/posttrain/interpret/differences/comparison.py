@@ -25,13 +25,13 @@ from posttrain.interpret.activations.record import record_activations
 from posttrain.interpret.activations.shards import ActivationStore, Documents
 from posttrain.interpret.activations.sites import check_layers, device_of, read_model_config
 from posttrain.interpret.differences.causal import Subject, measure_causes
-from posttrain.interpret.differences.changes import Seen, see_changes
+from posttrain.interpret.differences.changes import DictionaryChanges, measure_changes
 from posttrain.interpret.differences.changes_recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.summaries import (
     describe_changed_features,
+    describe_dictionary_changes,
     describe_overlap,
-    describe_seen,
     mean_differences,
 )
 from posttrain.interpret.features.lens import strongest_tokens
@@ -169,10 +169,10 @@ def compare_models(work: ModelComparison, about: Mapping[str, object], started: 
         saes = [_fitted(work, f"seed-{seed}", rows, start, changes.seed + seed) for seed in seeds]
         frozen = _fitted(work, "frozen", rows, start, changes.seed, frozen=True)
     with work.timed("changes", "measuring feature changes"):
-        seen = [_see(work, store, sae, start, changes.seed + seed) for seed, sae in zip(seeds, saes, strict=True)]
-        of_frozen = _see(work, store, frozen, start, changes.seed)
+        seen = [_measure(work, store, sae, start, changes.seed + seed) for seed, sae in zip(seeds, saes, strict=True)]
+        of_frozen = _measure(work, store, frozen, start, changes.seed)
         _describe_changes(work, store, saes, seen)
-        report["frozen"] = describe_seen(of_frozen, frozen)
+        report["frozen"] = describe_dictionary_changes(of_frozen, frozen)
     with work.timed("divergence", "measuring per-token KL and patching"):
         _diverge(work, store, documents, saes, seen, (frozen, of_frozen))
     if changes.causal is not None:
@@ -195,9 +195,11 @@ def _answer(work: ModelComparison, examples: Sequence[Example]) -> list[Rollout]
     return work.subject(changes.by).answer(examples, changes.samples, changes.temperature, changes.seed, purpose)
 
 
-def _see(work: ModelComparison, store: ActivationStore, sae: SparseAutoencoder, held_out_start: int, seed: int) -> Seen:
+def _measure(
+    work: ModelComparison, store: ActivationStore, sae: SparseAutoencoder, held_out_start: int, seed: int
+) -> DictionaryChanges:
     """Measure one dictionary's feature changes."""
-    return see_changes(
+    return measure_changes(
         store,
         work.site,
         sae,
@@ -297,12 +299,12 @@ def _fitted(
 
 
 def _describe_changes(
-    work: ModelComparison, store: ActivationStore, saes: list[SparseAutoencoder], seen: list[Seen]
+    work: ModelComparison, store: ActivationStore, saes: list[SparseAutoencoder], seen: list[DictionaryChanges]
 ) -> None:
     """Report changes per dictionary, agreement between seeds, top features, and the average difference."""
     report = work.report
     post = work.subject("post")
-    report["dictionaries"] = [describe_seen(view, own) for view, own in zip(seen, saes, strict=True)]
+    report["dictionaries"] = [describe_dictionary_changes(view, own) for view, own in zip(seen, saes, strict=True)]
     report["overlap"] = describe_overlap(saes, seen)
     report["features"] = describe_changed_features(
         store, work.site, saes[0], seen[0], post.model, post.tokenizer, work.changes.show
@@ -320,8 +322,8 @@ def _diverge(
     store: ActivationStore,
     documents: Documents,
     saes: list[SparseAutoencoder],
-    seen: list[Seen],
-    frozen: tuple[SparseAutoencoder, Seen],
+    seen: list[DictionaryChanges],
+    frozen: tuple[SparseAutoencoder, DictionaryChanges],
 ) -> None:
     changes = work.changes
     base = work.subject("base")

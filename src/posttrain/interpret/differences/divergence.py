@@ -21,7 +21,7 @@ from posttrain.data.render.encoding import decode_ids
 from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
-from posttrain.interpret.differences.changes import Seen, random_features
+from posttrain.interpret.differences.changes import DictionaryChanges, random_features
 from posttrain.interpret.differences.changes_recipe import ChangesSection
 from posttrain.interpret.features.lens import show_token, show_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
@@ -289,7 +289,7 @@ def patch_curves(
     patcher: Patcher,
     changes: ChangesSection,
     saes: Sequence[SparseAutoencoder],
-    seen: Sequence[Seen],
+    seen: Sequence[DictionaryChanges],
     frozen: tuple[SparseAutoencoder, Sequence[int]],
     observe: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:

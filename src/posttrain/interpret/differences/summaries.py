@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.differences.changes import MEASURES, Changes, Seen
+from posttrain.interpret.differences.changes import MEASURES, Changes, DictionaryChanges
 from posttrain.interpret.features.features import rounded
 from posttrain.interpret.features.lens import show_token, show_tokens, strongest_tokens
 from posttrain.interpret.saes.sae import SparseAutoencoder
@@ -47,7 +47,7 @@ def count_changes(changes: Changes) -> dict[str, int]:
     }
 
 
-def describe_seen(seen: Seen, sae: SparseAutoencoder) -> dict[str, object]:
+def describe_dictionary_changes(seen: DictionaryChanges, sae: SparseAutoencoder) -> dict[str, object]:
     """Describe one dictionary: quality, change counts, null tests, and per-feature numbers."""
     changes = seen.changes
     ratio = changes.ratio[0][changes.tested]
@@ -77,7 +77,7 @@ def describe_changed_features(
     store: ActivationStore,
     site: str,
     sae: SparseAutoencoder,
-    seen: Seen,
+    seen: DictionaryChanges,
     model: Model,
     tokenizer: Tokenizer,
     count: int,
@@ -248,7 +248,7 @@ def _unit_rows(directions: Tensor) -> Tensor:
     return exact / exact.norm(dim=1, keepdim=True).clamp_min(1e-12)
 
 
-def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[Seen]) -> dict[str, object]:
+def describe_overlap(saes: Sequence[SparseAutoencoder], seen: Sequence[DictionaryChanges]) -> dict[str, object]:
     """Measure agreement for every ordered pair of seeds."""
     pairs = []
     for a, b in permutations(range(len(saes)), 2):

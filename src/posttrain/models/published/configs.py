@@ -15,7 +15,7 @@ _QWEN2 = {"vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embe
 _OLMO2 = {"vocab_size": 100_352, "tie_word_embeddings": False, "max_position_embeddings": 4096}
 _SIZES_OF_OLMO = (2048, 16, 16, 16, 8192)
 # Architecture, ``KEYS`` values (none: transformers' defaults), other non-default settings.
-PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", (1024, 28, 16, 8, 3072), {**_QWEN3, "tie_word_embeddings": True}),
     "Qwen/Qwen3-0.6B-Base": ("qwen3", (1024, 28, 16, 8, 3072), {**_QWEN3, "tie_word_embeddings": True}),
     "Qwen/Qwen3-1.7B": ("qwen3", (2048, 28, 16, 8, 6144), {**_QWEN3, "tie_word_embeddings": True}),
@@ -35,8 +35,8 @@ PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 def published_config(name: str) -> PretrainedConfig | None:
-    """Look up shapes by hub name; None unless listed in ``PUBLISHED``."""
-    known = PUBLISHED.get(name)
+    """Look up shapes by hub name; None unless listed in ``SHAPES``."""
+    known = SHAPES.get(name)
     if known is None:
         return None
     architecture, sizes, more = known

@@ -122,9 +122,9 @@ def _coin(curves: MetricCurves) -> Iterator[RunFinding]:
 def _both_fall(curves: MetricCurves) -> Iterator[RunFinding]:
     if not curves.falls("chosen_logprob") or not curves.rises("margin"):
         return
-    early, late = curves.early("chosen_logprob"), curves.late("chosen_logprob")
-    assert early is not None
-    assert late is not None
+    ends = curves.change("chosen_logprob")
+    assert ends is not None, "it falls"
+    early, late = ends
     yield explanation(
         "chosen_logprob",
         "chosen answers may become less likely while the margin rises",

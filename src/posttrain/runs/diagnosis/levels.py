@@ -46,9 +46,10 @@ def read_warnings(rows: Sequence[MetricsRow]) -> Iterator[RunFinding]:
 
 
 def _entropy(curves: MetricCurves) -> Iterator[RunFinding]:
-    early, late = curves.early("entropy"), curves.late("entropy")
-    if early is None or late is None:
+    ends = curves.ends("entropy")
+    if ends is None:
         return
+    early, late = ends
     found = f"{early.mean:.3g} nats per token initially, {late.mean:.3g} in the last {late.count} updates"
     if early.mean > LEAST_ENTROPY and late.mean < LEAST_ENTROPY_SHARE * early.mean:
         decide = "sample one prompt 16 times with `posttrain generate`: equal answers give no signal"
@@ -79,16 +80,18 @@ def _answers(curves: MetricCurves) -> Iterator[RunFinding]:
 
 
 def _format(curves: MetricCurves) -> Iterator[RunFinding]:
-    early, late = curves.early("format"), curves.late("format")
-    if early is None or late is None:
+    ends = curves.ends("format")
+    if ends is None:
         return
+    early, late = ends
     found = f"format {early.mean:.0%} initially, {late.mean:.0%} in the last {late.count} batches"
     if curves.falls("format") and late.mean < early.mean - FORMAT_CHANGE:
         decide = "read recent answers; lower train.lr by a factor of 3 and compare"
         yield level("format", "a stable format", found, decide, late.step)
-    first, last = curves.early("accuracy"), curves.late("accuracy")
-    if first is None or last is None:
+    accuracies = curves.ends("accuracy")
+    if accuracies is None:
         return
+    first, last = accuracies
     if curves.rises("format") and late.mean > early.mean + FORMAT_CHANGE and not curves.rises("accuracy"):
         found = f"{found}; accuracy {first.mean:.0%}, then {last.mean:.0%}"
         decide = "set the format reward's weight to 0: if accuracy does not change, the model only learned the format"
@@ -96,10 +99,11 @@ def _format(curves: MetricCurves) -> Iterator[RunFinding]:
 
 
 def _lengths(curves: MetricCurves) -> Iterator[RunFinding]:
-    early, late = curves.early("completion_length_wrong"), curves.late("completion_length_wrong")
-    right = curves.late("completion_length_correct")
-    if early is None or late is None:
+    ends = curves.ends("completion_length_wrong")
+    if ends is None:
         return
+    early, late = ends
+    right = curves.late("completion_length_correct")
     is_longer = late.mean > MOST_GROWTH * early.mean and curves.rises("completion_length_wrong")
     if is_longer and (right is None or late.mean > MOST_GROWTH * right.mean):
         found = f"{early.mean:.0f} tokens initially, {late.mean:.0f} in the last {late.count} batches"
@@ -112,11 +116,10 @@ def _lengths(curves: MetricCurves) -> Iterator[RunFinding]:
 
 
 def _reward(curves: MetricCurves) -> Iterator[RunFinding]:
-    if not curves.falls("reward"):
+    ends = curves.change("reward")
+    if ends is None or not curves.falls("reward"):
         return
-    early, late = curves.early("reward"), curves.late("reward")
-    assert early is not None
-    assert late is not None
+    early, late = ends
     found = f"{early.mean:.3g} initially, {late.mean:.3g} in the last {late.count} batches"
     decide = (
         "repeat the first steps with a third of train.lr; if the reward still falls, its sign or definition is wrong"
@@ -180,9 +183,10 @@ def _moved(curves: MetricCurves) -> Iterator[RunFinding]:
 
 
 def _pairs(curves: MetricCurves) -> Iterator[RunFinding]:
-    early, late = curves.early("pair_accuracy"), curves.late("pair_accuracy")
-    if early is None or late is None:
+    ends = curves.ends("pair_accuracy")
+    if ends is None:
         return
+    early, late = ends
     if early.mean > TOLD_APART:
         found = f"{early.mean:.0%} in the first {early.count} steps"
         decide = "inspect the data for giveaways (length, a phrase) with `posttrain data show`"
@@ -197,8 +201,9 @@ def _given(curves: MetricCurves) -> Iterator[RunFinding]:
     """Check for a rising likelihood or scoring loss on fixed rows."""
     if curves.has("reward") or curves.updates.per_batch not in (None, 1):
         return
-    early, late = curves.early("loss"), curves.late("loss")
-    if early is not None and late is not None and curves.rises("loss"):
+    ends = curves.change("loss")
+    if ends is not None and curves.rises("loss"):
+        early, late = ends
         found = f"{early.mean:.3g} initially, {late.mean:.3g} in the last {late.count} steps"
         decide = "train repeatedly on a single batch: if the loss does not fall, train.lr is too high"
         yield level("loss", "a loss that falls", found, decide, late.step)
@@ -224,7 +229,8 @@ def _held_out(curves: MetricCurves, primary: Metric) -> Iterator[RunFinding]:
         measured = [(point, value) for point in points if (value := primary.value(point.results)) is not None]
         if len(measured) < 2:
             continue
-        first, last = measured[0], measured[-1]
+        first = measured[0]
+        last = measured[-1]
         best = max(measured, key=lambda one: primary.goodness(one[1]))
         shown = f"{primary.show(best[1])} after step {best[0].step}, {primary.show(last[1])} after step {last[0].step}"
         if primary.goodness(best[1]) - primary.goodness(last[1]) > _tolerance(primary, best, last):
@@ -232,10 +238,9 @@ def _held_out(curves: MetricCurves, primary: Metric) -> Iterator[RunFinding]:
             expected = "stable or improving held-out results"
             yield level(f"held-out {primary.name}", expected, f"{task}: {shown}", decide, best[0].step)
         is_lower = primary.goodness(last[1]) < primary.goodness(first[1])
-        if is_lower and curves.rises("reward"):
-            early, late = curves.early("reward"), curves.late("reward")
-            assert early is not None
-            assert late is not None
+        rewards = curves.change("reward")
+        if is_lower and rewards is not None and curves.rises("reward"):
+            early, late = rewards
             held = f"{task}: {primary.show(first[1])} initially, {primary.show(last[1])} finally"
             found = f"{held}; training reward {early.mean:.3g}, then {late.mean:.3g}"
             decide = "read answers with high rewards: they may exploit the reward without being correct"

@@ -64,25 +64,26 @@ class MetricCurves:
         """List values of a metric in step order."""
         return [value for _, value in self.series.get(name, ())]
 
-    def early(self, name: str) -> MeanOver | None:
-        """Average the first quarter of the values (3 to 20); None below 6 values."""
-        window = self._window(name)
-        if window is None:
-            return None
-        return _mean_over(self.series[name][:window])
-
     def late(self, name: str) -> MeanOver | None:
         """Average the last quarter of the values (3 to 20); None below 6 values."""
+        ends = self.ends(name)
+        if ends is None:
+            return None
+        return ends[1]
+
+    def ends(self, name: str) -> tuple[MeanOver, MeanOver] | None:
+        """Average the first and the last quarter of the values; None below 6 values."""
         window = self._window(name)
         if window is None:
             return None
-        return _mean_over(self.series[name][-window:])
+        return _mean_over(self.series[name][:window]), _mean_over(self.series[name][-window:])
 
     def change(self, name: str) -> tuple[MeanOver, MeanOver] | None:
         """Compare early and late means; None unless they differ by more than two standard errors."""
-        early, late = self.early(name), self.late(name)
-        if early is None or late is None:
+        ends = self.ends(name)
+        if ends is None:
             return None
+        early, late = ends
         if abs(late.mean - early.mean) <= APART * math.hypot(early.error, late.error):
             return None
         return early, late

@@ -54,7 +54,9 @@ def probe(
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
     ways = decode(rows, steps)
     takes_few = "logits_to_keep" in signature(causal_lm(model).forward).parameters
-    options = {"logits_to_keep": steps} if takes_few else {}
+    options = {}
+    if takes_few:
+        options["logits_to_keep"] = steps
     difference = spread = 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=weight.device)
@@ -62,7 +64,9 @@ def probe(
         expected = logits[0, -steps:].float().log_softmax(-1)
         difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in ways))
         spread = max(spread, float(expected.std(-1).max()))
-    return difference, 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread
+    if dtype.itemsize < 4:
+        return difference, 1e-2 + 0.1 * spread
+    return difference, 1e-5 + 1e-3 * spread
 
 
 def _largest(difference: Tensor) -> float:
@@ -72,14 +76,20 @@ def _largest(difference: Tensor) -> float:
 
 def decode_in_slots(decoder: Decoder, rows: list[list[int]], steps: int) -> list[Tensor]:
     """Run ``decoder`` (see ``probe``) with copied and, if supported, shared prompts."""
-    return [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
+    ways = [_decode(decoder, rows, steps, share=False)]
+    if decoder.can_share:
+        ways.append(_decode(decoder, rows, steps, share=True))
+    return ways
 
 
 def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool) -> Tensor:
-    device, names = decoder.device, list(range(len(rows)))
+    device = decoder.device
+    names = list(range(len(rows)))
     bodies = [row[: -steps - 1] for row in rows]
     longest = max(map(len, bodies))
-    shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
+    shared = None
+    if share:
+        shared = SharedPrefixes(decoder.shapes, len(rows), device)
     cache = SlotCache(decoder, len(rows), longest + steps + 1, shared)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])

@@ -244,7 +244,10 @@ def _steps_of_batch(
             row.logprobs.append(logprob)
             is_last = step + 1 >= row.limit
             is_end = token in sampling.stop_ids or (stop_texts is not None and stop_texts.ends(row.turn))
-            row.finish = "stop" if is_end else "length" if is_last else None
+            if is_end:
+                row.finish = "stop"
+            elif is_last:
+                row.finish = "length"
         yield
         alive = [r for r, place in enumerate(places) if batch[place].finish is None]
         if not alive:

@@ -47,10 +47,12 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
 
 def _scaled(logits: Tensor, sampling: Sampling) -> tuple[Tensor, int]:
     """Scale logits by temperature in fp32 or float64, and count eligible ids."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
-    size = logits.shape[-1] if sampling.num_tokens is None else min(sampling.num_tokens, logits.shape[-1])
+    size = logits.shape[-1]
+    if sampling.num_tokens is not None:
+        size = min(sampling.num_tokens, size)
     return logits, size
 
 
@@ -130,7 +132,9 @@ def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
         threshold = (uniforms * cumulative[:, -1:].to(uniforms.device)).long().to(units.device)
         # Only needed for NaN logits, which the caller reports.
         return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=size - 1)
-    blocks = F.pad(units, (0, -size % BLOCK)).view(rows, -1, BLOCK) if size % BLOCK else units.view(rows, -1, BLOCK)
+    if size % BLOCK:
+        units = F.pad(units, (0, -size % BLOCK))
+    blocks = units.view(rows, -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1)
     threshold = (uniforms * cumulative[:, -1:].to(uniforms.device)).long().to(units.device)
     block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=blocks.shape[1] - 1)
@@ -151,7 +155,8 @@ def truncate(probabilities: Tensor, top_k: int | None, top_p: float, min_p: floa
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)
     values = values.masked_fill(values < min_p * values[:, :1], 0.0)
     if top_k is not None and top_k < size:
-        values, order = values[:, :top_k], order[:, :top_k]
+        values = values[:, :top_k]
+        order = order[:, :top_k]
     if top_p < 1.0:
         wide = with_float64(values).double()
         before = wide.cumsum(-1)

@@ -186,7 +186,9 @@ class Schedule:
             return 1
         if not self.sampling.stop_ids and self.stop_texts is None:
             return min(nearest, self.longest_burst)
-        return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
+        if self.decoder.device.type == "cpu":
+            return min(nearest, 1)
+        return min(nearest, STEPS_BETWEEN_LOOKS)
 
     def _step(self, steps: int) -> DrawnSteps:
         """Decode and draw ``steps`` times."""
@@ -338,7 +340,8 @@ class Schedule:
             again = [row for row in taken if row.prompt == self.kept[0]]
             self._enter(again, self.kept[1], {self.kept[0]: 0})
             taken = taken[len(again) :]
-            self.kept = None if taken or not self._is_waiting(again[-1].prompt) else self.kept
+            if taken or not self._is_waiting(again[-1].prompt):
+                self.kept = None
         for chunk in self._chunks(taken):
             order = list(dict.fromkeys(row.prompt for row in chunk))
             prefix = self._prefill(order)

@@ -102,7 +102,7 @@ NAMES = ("Riddle", "Caller", "Mute", "Asking", "NoTools", "Wrong", "NoMetrics")
 
 @pytest.fixture(autouse=True)
 def _declared() -> None:
-    declare_code([f"test_replies:{name}" for name in NAMES])
+    declare_code([f"test_environment_replies:{name}" for name in NAMES])
     Riddle.heard.clear()
 
 
@@ -112,7 +112,7 @@ def play(tokenizer: Any, name: str, *turns: str, template: str = "chat", **limit
         {
             "task": "stories",
             "prompt": {"template": template},
-            "environment": f"test_replies:{name}",
+            "environment": f"test_environment_replies:{name}",
             "rewards": ["environment"],
             "rollout": {"max_turns": 4, **limits},
             "objective": "grpo",
@@ -195,13 +195,13 @@ def test_environment_that_returns_something_else_fails(tokenizer: Any, name: str
 )
 def test_environment_that_cannot_be_given_what_it_asks_for_is_refused(name: str, named: list[str]) -> None:
     with refuses(UsageError, *named):
-        build_toolset(Component(name=f"test_replies:{name}"))
+        build_toolset(Component(name=f"test_environment_replies:{name}"))
 
 
 def test_tools_next_to_an_environment_that_answers_calls_are_refused() -> None:
     declare_code(["example_environments:Echo"])
-    with refuses(UsageError, "tools", "test_replies:Caller"):
-        build_toolset(Component(name="test_replies:Caller"), [Component(name="example_environments:Echo")])
+    with refuses(UsageError, "tools", "test_environment_replies:Caller"):
+        build_toolset(Component(name="test_environment_replies:Caller"), [Component(name="example_environments:Echo")])
 
 
 def test_replies_are_read_or_refused() -> None:
