@@ -18,6 +18,7 @@ from torch import Tensor
 
 from closeness import OF_EMBEDDED, approx
 from posttrain.cli import main
+from posttrain.errors import StorageError
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.models import find_source
@@ -304,6 +305,32 @@ def test_a_model_is_not_reserved_by_a_request_that_cannot_wait(
     assert client.ask("create_model", body)[0] == 429
     monkeypatch.undo()
     assert "model_id" in client.keep(client.post("create_model", body))
+
+
+def test_a_state_that_cannot_be_replaced_is_kept(
+    client: TinkerClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older state goes when the one that takes its name is complete."""
+    client.create(2)
+    path = client.numbered("save_weights", path="mine")["path"]
+    place = folder / client.model.replace(":", "-") / "weights"
+    before = {file.name: file.read_bytes() for file in (place / "mine").rglob("*") if file.is_file()}
+    save = Trainee.save
+
+    def fail(self: Trainee, *given: Any, **named: Any) -> Path:
+        save(self, *given, **named)
+        raise StorageError("the disk is full")
+
+    client.loss([row()], "cross_entropy")
+    client.numbered("optim_step", adam_params=ADAM)
+    monkeypatch.setattr(Trainee, "save", fail)
+    assert "disk is full" in client.numbered("save_weights", path="mine", overwrite=True)["error"]
+    monkeypatch.undo()
+    assert {file.name: file.read_bytes() for file in (place / "mine").rglob("*") if file.is_file()} == before
+    assert client.numbered("load_weights", path=path, optimizer=True)["path"] == path
+    assert client.numbered("save_weights", path="mine", overwrite=True)["path"] == path
+    client.ask(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
+    assert [one.name for one in place.iterdir()] == ["mine"]
 
 
 def test_the_client_is_told_how_to_send(client: TinkerClient) -> None:

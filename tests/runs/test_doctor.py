@@ -175,14 +175,15 @@ def test_diagnose_held_out_results_that_fall_are_levels(tmp_path: Path) -> None:
 def test_curves_of_compare_first_and_last_values_by_their_scatter() -> None:
     rows = [MetricsRow(step, {"a": value}) for step, value in enumerate([1.0, 2.0, 3.0, 9.0, 4.0, 5.0, 6.0], start=1)]
     curves = curves_of([*rows, MetricsRow(8, {"a": float("nan")})])
-    early, late = curves.early("a"), curves.late("a")
-    assert early is not None
-    assert late is not None
+    ends = curves.ends("a")
+    assert ends is not None
+    early, late = ends
     assert (early.mean, late.mean, late.step) == (2.0, 5.0, 5)
     assert early.error == approx((1.0 / 3) ** 0.5)
     assert curves.rises("a")  # 3 > 2 √(2/3) = 1.63
     assert not curves.falls("a")
-    assert curves_of(rows[:5]).early("a") is None
+    assert curves.late("a") == late
+    assert curves_of(rows[:5]).ends("a") is None
 
 
 def test_diagnose_explains_what_is_no_fault(tmp_path: Path) -> None:

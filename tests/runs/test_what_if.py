@@ -327,6 +327,8 @@ def test_read_changes_refuses_by_name(words: list[str], named: str) -> None:
         (4, [], 3, 1, "Give 2 or fewer"),
         (2, ["model.name=tiny"], None, 1, "model.name cannot change"),
         (2, ["optimizer=muon"], None, 1, "optimizer.name cannot change"),
+        (2, ["train.ema_decay=0.9"], None, 1, "train.ema_decay cannot change"),
+        (2, ['train.lr_ratios={"*embed*": 0}'], None, 1, "train.lr_ratios cannot change"),
         (2, ["train.save_every=1"], None, 1, "train.save_every"),
         (2, ["scale.processes=2"], None, 1, "scale.processes=2"),
         (2, ["train.lr=0.001"], None, 1, "already"),

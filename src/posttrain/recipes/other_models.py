@@ -63,4 +63,4 @@ class TeacherSection(Section):
         if value is None or ("{shown}" in value and "{question}" in value):
             return value
         example = "{question}\n\n{shown}"
-        raise ValueError(f"it needs {{question}} and {{shown}}, as in {example!r}; got {value[:80]!r}")
+        raise ValueError(f"it needs {{question}} and {{shown}}, as in {example!r}")

@@ -411,8 +411,8 @@ def discopop(outputs: Outputs, batch: Batch, *, beta: Positive = 0.05, temperatu
     Departure: in e^(−l), l is clamped to at least −20; at such values m rounds to 0.
 
     What goes wrong: For τ below (1 − log 2) / 3 = 0.10 the slope at l = 0 has the wrong sign. Pairs start there, and
-    training moves them into the local minimum, where rejected answers are likelier. Long answers jump over it, since
-    their Δ changes by several nats per update; raise τ for short ones.
+    training moves them into the local minimum, where rejected answers are likelier. Long answers can jump over it, if
+    their Δ changes by nats in one update; raise τ for short ones.
 
     Args:
         beta: β (paper: 0.05).

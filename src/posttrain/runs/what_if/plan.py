@@ -15,7 +15,9 @@ from typing import Any
 
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.recipes.document import is_place
+from posttrain.recipes.other_models import TeacherSection
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
+from posttrain.recipes.reference_sections import ReferenceSection
 from posttrain.recipes.sections import Component, DataSection, ModelSection, RolloutSection, TrainSection
 from posttrain.registry import traits_of
 from posttrain.runs.directory import MAX_NAME_CHARS, RunDirectory
@@ -299,6 +301,8 @@ def _change_recipe(directory: RunDirectory, recipe: Recipe, change: Change, plan
     for key in keys:
         _check_key(key, change.label)
     _check_head(recipe.objective, began.objective, change.label)
+    before = _state_of(recipe.train, recipe.reference, recipe.teacher)
+    _check_state(before, _state_of(began.train, began.reference, began.teacher), change.label)
     if began.model.init is not None and began.train.seed != recipe.train.seed:
         raise RecipeError(
             f"{change.label}: with model.init, the seed determines the initial weights, so they would differ. Omit it"
@@ -324,6 +328,31 @@ def _check_head(before: Component, after: Component, label: str) -> None:
         raise RecipeError(
             f"{label}: the checkpoint lacks the head required by this objective. Give a different objective"
         )
+
+
+def _check_state(before: Mapping[str, object], after: Mapping[str, object], label: str) -> None:
+    """Refuse averages, a moving reference or trained weights other than the checkpoint's."""
+    for key, state in after.items():
+        if state != before[key]:
+            raise RecipeError(
+                f"{label}: {key} cannot change, because it determines the checkpoint's contents. Train a new run with "
+                "this value"
+            )
+
+
+def _state_of(
+    train: TrainSection, reference: ReferenceSection | None, teacher: TeacherSection | None
+) -> dict[str, object]:
+    """List what a checkpoint contains besides the model, by the key that decides it."""
+    frozen: list[tuple[str, bool]] = []
+    if 0 in train.lr_ratios.values():  # the first pattern that matches applies
+        frozen = [(pattern, ratio == 0) for pattern, ratio in train.lr_ratios.items()]
+    return {
+        "train.ema_decay": train.ema_decay is not None,
+        "train.lr_ratios": frozen,
+        "reference": reference is not None,
+        "teacher": teacher is not None and teacher.weights == "ema",
+    }
 
 
 def _check_length(train: TrainSection, label: str, plan: WhatIfPlan) -> None:

@@ -299,9 +299,10 @@ class Service:
             folder = self.states.place(model.id, kind, called)
             if folder.exists() and not body.overwrite:
                 raise UsageError(f"path: {called!r} exists; choose another name, or overwrite it")
-            remove_tree(folder)
+            aside = self.states.aside(folder)
+            trainee.save(aside, with_optimizer=not is_sampler, note=self._note(model, body.user_metadata))
             self.samplers.forget(folder)
-            trainee.save(folder, with_optimizer=not is_sampler, note=self._note(model, body.user_metadata))
+            self.states.replace(folder, aside)
             return {"path": f"tinker://{model.id}/{kind}/{called}", "type": body.type}
 
         def begin_sampling() -> RequestResult:

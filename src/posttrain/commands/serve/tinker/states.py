@@ -77,13 +77,13 @@ class StateFolder:
             self.root.mkdir(parents=True, exist_ok=True)
 
     def remove_short_lived(self, session_id: str = "*") -> None:
-        """Delete weights saved for sampling sessions, for one model or for all.
+        """Delete weights saved for sampling sessions and unfinished states, of one session or of all.
 
         Raises:
             StorageError: deletion failed.
         """
         with storage_errors("states", self.root):
-            for left in self.root.glob(f"{session_id}-train-*/sampler_weights/{SHORT_LIVED}*"):
+            for left in self.root.glob(f"{session_id}-train-*/*weights/{SHORT_LIVED}*"):
                 remove_tree(left)
 
     def note_model(self, note: ModelNote) -> None:
@@ -128,6 +128,27 @@ class StateFolder:
     def short_lived(self, model_id: str, number: int) -> Path:
         """Choose a folder for weights in a sampling session."""
         return self._folder_of(model_id) / "sampler_weights" / f"{SHORT_LIVED}{number}"
+
+    def aside(self, folder: Path) -> Path:
+        """Choose an empty place to write a state that takes the name of ``folder`` when it is complete.
+
+        Raises:
+            StorageError: an earlier one could not be deleted.
+        """
+        place = folder.with_name(f"{SHORT_LIVED}{folder.name}")
+        with storage_errors("a state", place):
+            remove_tree(place)
+        return place
+
+    def replace(self, folder: Path, complete: Path) -> None:
+        """Give a complete state its name, in place of an older one.
+
+        Raises:
+            StorageError: the older one could not be deleted.
+        """
+        with storage_errors("a state", folder):
+            remove_tree(folder)
+            complete.rename(folder)
 
     def find(self, path: str) -> SavedState:
         """Load a state by path, ``tinker://MODEL/weights/NAME``.
