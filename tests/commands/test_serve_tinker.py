@@ -177,20 +177,21 @@ def test_a_stop_text_ends_an_answer_and_prompts_are_scored(client: TinkerClient)
     assert len(ids) <= 2
     assert stop in opened.tokenizer.decode(ids)
     assert message.sequences[0].stop_reason == 0
+    text = tuple(opened.tokenizer.encode("Tom has 12 apples. He gives 3 to Ann. Question: how many are left?"))
     with torch.no_grad():
-        table = opened.model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
-    expected = table[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+        table = opened.model(torch.tensor([text])).logits[0].double().log_softmax(-1)
+    expected = table[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
     more = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 1}
-    message = client.sample(session, IDS, 3, max_tokens=2, temperature=0.0, **more)
+    message = client.sample(session, text, 3, max_tokens=2, temperature=0.0, **more)
     scored = np.frombuffer(message.prompt_logprobs, "<f4")
     assert math.isnan(scored[0])
     assert scored[1:].tolist() == approx(expected.tolist(), abs=OF_EMBEDDED)
-    top = np.frombuffer(message.topk_prompt_logprobs.token_ids, "<i4").reshape(len(IDS), 2)
+    top = np.frombuffer(message.topk_prompt_logprobs.token_ids, "<i4").reshape(len(text), 2)
     assert (top[0].tolist(), top[1:].tolist()) == ([0, 0], table[:-1].topk(2, -1).indices.tolist())
     greedy = message.sequences[0]
     assert np.frombuffer(greedy.topk_sampled_logprobs.token_ids, "<i4").tolist() == tokens_of(greedy)[0]
-    last = client.sample(session, IDS, 4, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=3)
-    assert np.isnan(np.frombuffer(last.prompt_logprobs, "<f4")).tolist() == [True] * (len(IDS) - 3) + [False] * 3
+    last = client.sample(session, text, 4, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=3)
+    assert np.isnan(np.frombuffer(last.prompt_logprobs, "<f4")).tolist() == [True] * (len(text) - 3) + [False] * 3
 
 
 def test_saved_weights_are_sampled_and_kept_apart(client: TinkerClient) -> None:

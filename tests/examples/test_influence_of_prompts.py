@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import posttrain as pt
-from closeness import approx, rounding
+from closeness import OF_EMBEDDED, approx, rounding
 from posttrain.runs.launch import RunStart, launch
 from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe
@@ -57,7 +57,8 @@ def test_influences_of_a_small_step(example: ModuleType, tmp_path: Path) -> None
     model = example.load(run.checkpoint(2))
     groups = example.prompts_of(run, 3)
     assert [len(group) for group in groups] == [4, 4, 4, 4]
-    assert example.mean_logprob(model, held_out) == approx(_recomputed(model, held_out), rel=1e-12)
+    # its norms round to fp32, wherever a number in fp64 is near the middle of two
+    assert example.mean_logprob(model, held_out) == approx(_recomputed(model, held_out), abs=OF_EMBEDDED)
     _check_score(example, model, groups, held_out, influences[1].tracin, recipe.train.lr)
 
 

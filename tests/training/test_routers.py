@@ -93,7 +93,7 @@ def test_loss_and_gradient_are_those_of_transformers(path: str) -> None:
     loss, metrics = accumulate(method_of(model, 0.3, path), batch, TrainSection(micro_batch_rows=2))
     assert loss == approx(float(expected.detach()), abs=OF_TRANSFORMERS)
     without, _ = accumulate(method_of(model, 0.0, path), batch, TrainSection(), learns=False)
-    assert loss - without == approx(0.3 * metrics["router_aux_loss"], rel=1e-9)
+    assert loss - without == approx(0.3 * metrics["router_aux_loss"], abs=2 * OF_TRANSFORMERS)  # two losses
     assert abs(metrics["router_aux_loss"] - 2.0) > 1e-3, "k = 2 is what balanced routers have"
     assert 1.0 < metrics["router_max_load"] <= 2.0
     ours = gradients(model)
