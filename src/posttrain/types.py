@@ -250,7 +250,8 @@ class Rollout:
     rollouts whose environment kept failing are not used as samples. ``feedback``: environment comments for a teacher.
     ``skipped``: TRL-style rewards returning None, which contribute no part. ``is_scored``: False if all rewards were
     skipped; such rollouts are excluded from group comparison, with advantage 0. ``extra``: logged reward columns
-    (``log_extra``). ``logged``: reward metrics (``log_metric``), stored on a batch's first answer.
+    (``log_extra``). ``logged``: reward metrics (``log_metric``), stored on a batch's first answer. ``replaced``: index
+    of the example drawn first, whose prompt was too long; None in general.
     """
 
     example: Example
@@ -273,6 +274,7 @@ class Rollout:
     extra: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, list[float]] = field(default_factory=dict)
     feedback: str | None = None
+    replaced: int | None = None
 
     @property
     def has_failed(self) -> bool:

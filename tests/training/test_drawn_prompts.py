@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from posttrain.data.base import ExamplesOnDemand, Task, TaskPart
 from posttrain.data.mixture import _mixed, take_turns
 from posttrain.data.render import encode_prompt
 from posttrain.errors import UsageError
+from posttrain.store.rollouts import RolloutStore
+from posttrain.training.records.stored_records import recorded_answer
+from posttrain.training.records.update_records import sampled_answer
 from posttrain.training.sources.prompts import NUM_PROBED, Prompts
 from posttrain.types import Example
 
@@ -95,6 +99,24 @@ def test_too_long_prompt_behind_probe_is_replaced_by_next_and_counted(tokenizer,
     (warning,) = source.take_warnings()
     assert f"more than {limit} tokens (prompt.max_prompt_tokens)" in warning
     assert source.take_warnings() == []
+
+
+def test_replaced_prompt_counts_as_visited_in_place_of_its_replacement(tokenizer, template, tmp_path: Path) -> None:
+    long = list(range(NUM_PROBED, SIZE, 2))
+    task, _ = on_demand(SIZE, long)
+    source = sampled(tokenizer, template, task, prompt={"max_prompt_tokens": limit_of(tokenizer, template)})
+    places = prompts_at(source, 0, 8 * source.options.num_prompts)
+    store = RolloutStore(tmp_path / "rollouts.db")
+    answers = []
+    for step in range(1, 9):
+        rollouts = source(step).rollouts
+        store.record(rollouts)
+        answers += [sampled_answer(rollout) for rollout in rollouts[:: source.options.group_size]]
+    assert [answer.visited for answer in answers] == places
+    assert [answer.prompt_index for answer in answers] != places
+    stored = [recorded_answer(row).visited for row in store.training()]
+    assert stored[:: source.options.group_size] == places
+    assert sorted(store.epochs_of_prompts()) == sorted(places)
 
 
 def test_replacement_does_not_depend_on_what_was_drawn_before(tokenizer, template) -> None:

@@ -18,7 +18,7 @@ from posttrain.recipes.sections import TrainSection
 from posttrain.training.advantages import AdvantageEstimator
 from posttrain.training.batch_fields import Scorer
 from posttrain.training.build import prepare
-from posttrain.training.idle_rows import IdleRows, choose_idle_rows, find_idle_rows, split_idle_rows
+from posttrain.training.idle_rows import IdleRows, check_vanishing, choose_idle_rows, find_idle_rows, split_idle_rows
 from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 from refusing import refuses
@@ -262,6 +262,20 @@ def test_objective_that_does_not_vanish_as_it_says_is_refused(models, objective:
     assert "advantages" in str(caught.value)
     assert "train.skip_zero_rows: false" in str(caught.value)
     accumulate(method, batch, TrainSection(), idle_rows="train")
+
+
+def likely(outputs: Outputs, batch: Batch) -> Loss:
+    """Bounded, and 0 at impossible tokens: an infinite shift would hide that it does not vanish."""
+    return Loss(-(batch.field("advantages") + 0.5) * outputs.logprobs.exp())
+
+
+@pytest.mark.parametrize("column", [1, 2])
+def test_check_with_one_trained_token_sees_a_value_that_does_not_vanish(column: int) -> None:
+    mask = tuple(place == column for place in range(3))
+    sample = Sample((1, 2, 3), mask, group=0, fields={"advantages": (0.0, 0.0, 0.0)})
+    outputs = Outputs(torch.full((1, 3), -0.5))
+    with refuses(UsageError, "advantages"):
+        check_vanishing("mine:objective", likely, ("advantages",), outputs, collate([sample], 0))
 
 
 def test_advantages_of_equal_rewards_are_rounding_and_become_zero() -> None:

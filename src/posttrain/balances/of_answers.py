@@ -133,7 +133,7 @@ def _groups(record: StepRecord, sampling: SamplingFacts) -> Reading:
 def _prompts(record: StepRecord, sampling: SamplingFacts) -> Reading:
     """No prompt repeats within a pass, and passes are counted correctly."""
     drawn = [group[0] for group in _by_group(first_round(record), sampling.group_size)]
-    repeated = _repeated(record, [(a.prompt_index, a.epoch) for a in drawn])
+    repeated = _repeated(record, [(a.visited, a.epoch) for a in drawn])
     if sampling.num_examples is not None:
         start = record.batch * sampling.num_prompts
         repeated += sum(a.epoch != (start + n) // sampling.num_examples for n, a in enumerate(drawn))

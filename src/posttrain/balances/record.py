@@ -165,7 +165,7 @@ class SampledAnswer:
 
     ``logprobs``: from the sampler, one per id; None if not recorded. ``turns``: turn rewards. ``skipped``: rewards
     that returned None. ``is_scored``: False if all did. ``kept``: sets underlying the log-probabilities; None: whole
-    vocabulary. ``criteria``: weights of the row's rubric, known in a running update.
+    vocabulary. ``criteria``: weights of the row's rubric, known in a running update. ``replaced``: see ``Rollout``.
     """
 
     prompt_index: int
@@ -187,6 +187,14 @@ class SampledAnswer:
     is_scored: bool = True
     kept: KeptSets | None = None
     criteria: Sequence[float] = ()
+    replaced: int | None = None
+
+    @property
+    def visited(self) -> int:
+        """Index of the prompt visited in this pass: the replaced one, if it was too long."""
+        if self.replaced is None:
+            return self.prompt_index
+        return self.replaced
 
     @property
     def places(self) -> Sequence[int]:
@@ -340,7 +348,7 @@ class StepRecord:
             taken |= frozenset(self.rows.answers.tolist())
         seen = before.seen
         if self.is_first and self.answers:
-            seen.update((a.prompt_index, (a.epoch, self.step)) for a in first_round(self))
+            seen.update((a.visited, (a.epoch, self.step)) for a in first_round(self))
         seen.update((row.unit, (row.epoch, self.step)) for row in self.given)
         return replace(
             before,

@@ -251,7 +251,7 @@ class RolloutRequest:
 
     ``key``: (seed, purpose, counter). Combined with slot and sample index, it determines random numbers. ``slots``
     and ``prompt_indices`` default to 0, 1, ...; the latter are recorded. ``epochs`` default to 0. ``num_updates``:
-    finished updates, by default ``step``.
+    finished updates, by default ``step``. ``replaced``: see ``Rollout``.
     """
 
     examples: Sequence[Example]
@@ -264,6 +264,7 @@ class RolloutRequest:
     slots: Sequence[int] | None = None
     epochs: Sequence[int] | None = None
     num_updates: int | None = None
+    replaced: Sequence[int | None] | None = None
 
     def keys(self, number: int) -> list[int]:
         """Derive completion keys for prompt ``number``."""
@@ -324,6 +325,9 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
     index = number
     if request.prompt_indices is not None:
         index = request.prompt_indices[number]
+    replaced = None
+    if request.replaced is not None:
+        replaced = request.replaced[number]
     return Rollout(
         example=example,
         prompt_ids=episode.prompt,
@@ -344,6 +348,7 @@ def _rollout_of(request: RolloutRequest, place: tuple[int, int], episode: Episod
         extra=grade.extra,
         logged=grade.logged,
         feedback=episode.feedback,
+        replaced=replaced,
     )
 
 

@@ -83,6 +83,7 @@ class RecordedRollout:
     is_scored: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     kept: KeptSets | None = None
+    replaced: int | None = None
     evaluation: str | None = None
 
     @property
@@ -299,11 +300,10 @@ class RolloutStore:
         return count, steps
 
     def epochs_of_prompts(self) -> dict[int, tuple[int, int]]:
-        """Map each prompt index to its latest epoch and step."""
+        """Map each visited prompt index to its latest epoch and step: a long prompt's own, if it was replaced."""
+        visited = "COALESCE(CASE WHEN json_valid(notes) THEN json_extract(notes, '$.replaced') END, prompt_index)"
         with self._connection() as db:
-            rows = db.execute(
-                "SELECT prompt_index, MAX(epoch), MAX(step) FROM rollouts GROUP BY prompt_index"
-            ).fetchall()
+            rows = db.execute(f"SELECT {visited}, MAX(epoch), MAX(step) FROM rollouts GROUP BY {visited}").fetchall()
         return {
             index: (epoch, step) for index, epoch, step in rows if isinstance(index, int) and isinstance(epoch, int)
         }
@@ -428,7 +428,7 @@ def _to_row(rollout: Rollout) -> dict[str, object]:
 
 
 def _write_notes(rollout: Rollout) -> str | None:
-    """Serialize non-numeric reward output, or None if there is no such output."""
+    """Serialize what few rollouts have: non-numeric reward output and replaced prompts; None without any."""
     notes: dict[str, object] = {}
     if rollout.skipped:
         notes["skipped"] = rollout.skipped
@@ -436,6 +436,8 @@ def _write_notes(rollout: Rollout) -> str | None:
         notes["is_scored"] = False
     if rollout.extra:
         notes["extra"] = rollout.extra
+    if rollout.replaced is not None:
+        notes["replaced"] = rollout.replaced
     if not notes:
         return None
     return json.dumps(notes)
@@ -453,10 +455,12 @@ def _read_notes(text: str | None) -> dict[str, Any]:
     skipped = notes.get("skipped", [])
     extra = notes.get("extra", {})
     is_scored = notes.get("is_scored", True)
+    replaced = notes.get("replaced")
     is_plain = isinstance(skipped, list) and all(isinstance(name, str) for name in skipped)
+    is_plain &= replaced is None or type(replaced) is int
     if not is_plain or not isinstance(extra, dict) or not isinstance(is_scored, bool):
         raise ValueError("reward notes have the wrong type")
-    return {"skipped": tuple(skipped), "is_scored": is_scored, "extra": extra}
+    return {"skipped": tuple(skipped), "is_scored": is_scored, "extra": extra, "replaced": replaced}
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:

@@ -27,7 +27,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
 # token_ids: prompt, then completion (little-endian int32). version: number of updates applied to the sampling weights.
 # spans: alternating span lengths of sampled and environment tokens (int32). turns, failures: JSON. sampler_logprobs:
 # float32 per completion token, only for training rollouts. kept_sets: sizes of kept token sets, then all token ids
-# (int32). notes: non-numeric reward output as JSON (``skipped``, ``is_scored``, ``extra``).
+# (int32). notes: what few rows have, as JSON (``skipped``, ``is_scored``, ``extra``, ``replaced``).
 COLUMNS = {
     "step": "INTEGER NOT NULL",
     "epoch": "INTEGER NOT NULL",

@@ -101,6 +101,7 @@ def recorded_answer(row: RecordedRollout, keeps_unscored: bool = True) -> Sample
         skipped=row.skipped,
         is_scored=row.is_scored,
         kept=row.kept,
+        replaced=row.replaced,
     )
 
 

@@ -88,6 +88,7 @@ def sampled_answer(rollout: Rollout, keeps_unscored: bool = True, rubric_key: st
         is_scored=rollout.is_scored,
         kept=completion.kept,
         criteria=criteria,
+        replaced=rollout.replaced,
     )
 
 

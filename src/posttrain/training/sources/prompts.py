@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.activity import phase
 from posttrain.data.base import ExamplesOnDemand, Task
@@ -16,11 +16,12 @@ NUM_PROBED = 256  # on-demand examples per mixture part
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """Drawn prompt; ``index``: example index in the task."""
+    """Drawn prompt. ``index``: example index in the task; ``replaced``: index of the long example it stands in for."""
 
     index: int
     example: Example
     ids: list[int]
+    replaced: int | None = None
 
 
 class Prompts:
@@ -100,10 +101,12 @@ class Prompts:
         Raises:
             UsageError: as ``encode_prompt``.
         """
-        drawn: DrawnPrompt | None = None
+        first = self.indices[place]
         for index in self._from(place):
             drawn = self._encoded(index)
             if len(drawn.ids) <= self.limit:
+                if index != first:
+                    drawn = replace(drawn, replaced=first)
                 return drawn
             self.replaced.add(index)
         raise AssertionError("one of the probed prompts fits")

@@ -357,6 +357,7 @@ class RolloutSource(Source):
                 num_updates=step - 1,
                 prompt_indices=[prompt.index for prompt in prompts],
                 epochs=wanted.epochs,
+                replaced=[prompt.replaced for prompt in prompts],
             )
             groups, seconds = collect(self.sampler, request)
             grading += seconds
