@@ -48,7 +48,7 @@ TOKENS: dict[str, int] = {
     "reports": 17_598,
     "runs": 46_960,
     "sampling": 62_101,
-    "store": 20_884,
+    "store": 20_916,
     "sweeps": 26_292,
     "terminal": 4_444,
     "training": 73_792,
