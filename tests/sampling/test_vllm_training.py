@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from posttrain.models.load import LoadedModel, load_model
 from posttrain.process_group import ProcessGroup
 from posttrain.recipes.sections import ModelSection
 from posttrain.sampling.base import Sampling
+from posttrain.sampling.http import HttpServer
 from posttrain.sampling.native.engine import NativeEngine
 from posttrain.sampling.vllm.following import (
+    NcclGroup,
     TrainingVllmEngine,
     checkpoint_weights,
     save_weights,
@@ -377,3 +380,31 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
 def test_engine_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
     with refuses(RecipeError, message):
         registry.find("engine", "vllm").options(engine, "rollout.engine")
+
+
+class CountingGroup(NcclGroup):
+    """A group whose server answers everything, and that counts what it sends."""
+
+    def __init__(self) -> None:
+        self.timeout_seconds = 30.0
+        self.server = HttpServer("http://127.0.0.1:9", timeout_seconds=1.0, retries=0)
+        self.sent = 0
+
+    def broadcast(self, tensors: Iterator[torch.Tensor]) -> None:
+        self.sent = len(list(tensors))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_weights_that_are_fewer_than_announced_are_not_taken_for_all(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.sampling.vllm.following.control", lambda *_words: None)
+    group = CountingGroup()
+    announced = [("a", torch.Size([2])), ("b", torch.Size([3]))]
+    weights = [(name, torch.zeros(size)) for name, size in announced][: 2 - missing]
+    if missing:
+        with refuses(RunFailure, "a worker was lost"):
+            group.send(iter(weights), torch.float32, announced)
+    else:
+        group.send(iter(weights), torch.float32, announced)
+        assert group.sent == 2
