@@ -267,6 +267,32 @@ def test_links_between_documents_lead_somewhere() -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Anchors that the site makes of a page's headings, and those that it sets itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"\{ ?#([\w-]+)|<a id=\"([\w-]+)\"", text))
+    headings = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", word) for word in words} | {name for pair in named for name in pair}
+
+
+def test_anchors_of_links_between_pages_are_headings() -> None:
+    dead = []
+    num_links = 0
+    for page in (page for page in PAGES if page.suffix == ".md"):
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            place = page
+            if target:
+                place = page.parent / target
+            if place.suffix != ".md":
+                continue
+            num_links += 1
+            if anchor not in anchors_of(place):
+                dead.append(f"{page.name}: {target}#{anchor}")
+    assert dead == []
+    assert num_links >= 5
+
+
 def test_the_files_of_the_book_path_are_there() -> None:
     """Files of the package that a page names by their folder exist."""
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "book").glob("*.md"))
