@@ -36,6 +36,14 @@ def test_sums_are_exact(expression: str, result: str) -> None:
     assert make("calculator").calculator(expression) == result
 
 
+def test_calculator_counts_digits_to_its_bound() -> None:
+    calculator = make("calculator", max_digits=3)
+    assert calculator.calculator("998 + 1") == "999"
+    for expression in ("999 + 1", "1000", "1 / 1000"):
+        with pytest.raises(ValueError, match="3 digits"):
+            calculator.calculator(expression)
+
+
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
