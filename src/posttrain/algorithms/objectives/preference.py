@@ -502,12 +502,18 @@ def ld_dpo(
     return _with_metrics(-logsigmoid(chosen - rejected), chosen, rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+@register(
+    "objective",
+    level="pair",
+    needs=("ref_logprobs",),
+    vanishes=(),
+    weights=("preference_weight", "quality_weight", "nll_weight"),
+)
 def mpo(
     outputs: Outputs,
     batch: Batch,
     *,
-    beta: Positive = 0.1,
+    beta: Annotated[Positive, unless_zero("preference_weight", "quality_weight")] = 0.1,
     preference_weight: NotNegative = 0.8,
     quality_weight: NotNegative = 0.2,
     nll_weight: NotNegative = 1.0,
