@@ -27,7 +27,7 @@ from planted import Planted, PlantedChange, TensorRows, match, plant, plant_chan
 from torch import Tensor
 
 from posttrain.interpret.activations.shards import write_tensors
-from posttrain.interpret.differences.changes import Seen, see_changes
+from posttrain.interpret.differences.changes import DictionaryChanges, measure_changes
 from posttrain.interpret.saes.fitting import fit_sae
 from posttrain.interpret.saes.sae import SparseAutoencoder
 from posttrain.interpret.saes.sae_recipe import SaeComponent, SaeTrainSection
@@ -42,11 +42,11 @@ def fit(x: Tensor, kind: str, k: float, features: int, settings: dict[str, Any],
     return fit_sae(TensorRows(x), len(x), word, SaeTrainSection(**settings), seed=seed)
 
 
-def read(change: PlantedChange, dictionary: SparseAutoencoder, folder: Path) -> Seen:
+def read(change: PlantedChange, dictionary: SparseAutoencoder, folder: Path) -> DictionaryChanges:
     documents = [[0] * len(part) for part in change.base.split(DOCUMENT)]
     store = write_tensors(folder, {"resid.1": [change.base, change.post]}, documents=documents)
     start = max(0, len(change.base) - DOCUMENT * 100)  # of few rows all are measured on
-    return see_changes(store, "resid.1", dictionary, held_out_start=start, seed=0, min_documents=12, min_change=0.2)
+    return measure_changes(store, "resid.1", dictionary, held_out_start=start, seed=0, min_documents=12, min_change=0.2)
 
 
 def partners(planted: Planted, dictionary: SparseAutoencoder) -> tuple[Tensor, Tensor]:

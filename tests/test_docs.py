@@ -267,6 +267,24 @@ def test_links_between_documents_lead_somewhere() -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def headings_of(page: Path) -> set[str]:
+    """The anchors that a page's headings get: words in lower case with hyphens between them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        words = re.sub(r"[^\w\s-]", "", plain).strip().lower()
+        found.add(re.sub(r"[\s-]+", "-", words))
+    return found
+
+
+def test_links_to_sections_lead_to_a_heading() -> None:
+    links = [(p, *link) for p in PAGES for link in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", p.read_text("utf-8"))]
+    assert len(links) >= 20
+    for page, target, anchor in links:
+        assert anchor in headings_of(page.parent / (target or page.name)), f"{page.name} links to {target}#{anchor}"
+
+
 def test_the_files_of_the_book_path_are_there() -> None:
     """Files of the package that a page names by their folder exist."""
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "book").glob("*.md"))

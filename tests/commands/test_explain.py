@@ -67,7 +67,7 @@ def test_examples_are_values_of_their_keys() -> None:
     [
         ("train.lr", ["train.lr  key of a recipe", "default: 0.0001", "example: --train.lr 0.0001"]),
         ("train.schedule", ["one of constant, linear, cosine", "example: --train.schedule linear"]),
-        ("PPO", ["ppo  objective", "clip_low", "the plain squared error"]),
+        ("PPO", ["ppo  objective", "clip_low", "a plain squared error"]),
         ("learning_rate", ["This is called train.lr here.", "train.lr  key of a recipe"]),
         ("dynamic sampling", ["rollout.drop_uniform_groups  key of a recipe", "example: --rollout"]),
         ("beta", ["regularize.kl_coef", "dpo"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def sampled(
     grader = build_grader([RewardComponent(name=f"small_sources:{reward}")], template)
     words = resolve_components(recipe)
     needs = words.needs - {"ref_logprobs", "kl_baseline"}
-    fields = BatchFields(needs, recipe, None, 1024)  # type: ignore[arg-type]
+    fields = BatchFields(needs, recipe, SimpleNamespace(replay=None), 1024)  # type: ignore[arg-type]
     engine = engine or scripted_digits(tokenizer)
     return build_rollout_source(words, task, Prompting(tokenizer, 1024, _row_limit(recipe), grader), engine, fields)
 

@@ -53,9 +53,16 @@ def explain_storage(what: str, place: Path, cause: BaseException) -> StorageErro
 
 @contextmanager
 def storage_errors(what: str, place: Path) -> Iterator[None]:
-    """Convert an ``OSError`` raised in the block into a ``StorageError`` naming ``what`` and ``place``."""
+    """Convert an ``OSError`` raised in the block into a ``StorageError`` naming ``what`` and ``place``.
+
+    In nested blocks, the outermost names what could not be written, not one of its files.
+    """
     try:
         yield
+    except StorageError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise explain_storage(what, place, error.__cause__) from error.__cause__
     except OSError as error:
         if error.errno in _NO_PLACE:
             where = shorten(str(error.filename or place))

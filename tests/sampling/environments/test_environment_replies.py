@@ -87,6 +87,24 @@ class NoTools(Caller):
     tools: ClassVar[list[Any]] = ["add"]
 
 
+class TextTools(Caller):
+    tools: ClassVar[Any] = "add"
+
+
+class Unlisted(Caller):
+    tools: ClassVar[Any] = None
+
+
+class OddTool(Caller):
+    tools: ClassVar[list[Any]] = [{"type": "function", "function": {"name": "add", "parameters": "a"}}]
+
+
+class Static(Riddle):
+    @staticmethod
+    def respond(text: str) -> str:  # type: ignore[override]
+        return f"heard {text}"
+
+
 class Wrong(Riddle):
     def respond(self, text: str) -> int:  # type: ignore[override]
         return 3
@@ -97,7 +115,8 @@ class NoMetrics(Riddle):
         return {"hints": float("nan")}
 
 
-NAMES = ("Riddle", "Caller", "Mute", "Asking", "NoTools", "Wrong", "NoMetrics")
+NAMES = ("Riddle", "Caller", "Mute", "Asking", "NoTools", "Static", "Wrong", "NoMetrics")
+NAMES += ("TextTools", "Unlisted", "OddTool")
 
 
 @pytest.fixture(autouse=True)
@@ -191,11 +210,24 @@ def test_environment_that_returns_something_else_fails(tokenizer: Any, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "named"), [("Asking", ["'state'", "text, calls, finish"]), ("NoTools", ["tools", "'add'"])]
+    ("name", "named"),
+    [
+        ("Asking", ["'state'", "text, calls, finish"]),
+        ("NoTools", ["tools", "'add'"]),
+        ("TextTools", ["tools", "'add' is not a list"]),
+        ("Unlisted", ["tools", "None is not a list"]),
+        ("OddTool", ["tools", "'parameters': 'a'"]),
+    ],
 )
 def test_environment_that_cannot_be_given_what_it_asks_for_is_refused(name: str, named: list[str]) -> None:
     with refuses(UsageError, *named):
         build_toolset(Component(name=f"test_environment_replies:{name}"))
+
+
+def test_static_respond_hears_the_turn(tokenizer: Any) -> None:
+    rollout = play(tokenizer, "Static", "is it 7", max_turns=2)
+    assert rollout.turns[0].replies == ("heard is it 7",)
+    assert rollout.completion.finish == "out_of_turns"
 
 
 def test_tools_next_to_an_environment_that_answers_calls_are_refused() -> None:
@@ -225,6 +257,8 @@ def test_replies_are_read_or_refused() -> None:
         ([{"role": "tool", "content": "a"}], "None"),
         ([results[0] | {"outcome": "fine"}], "'fine'"),
         ([{"role": "system", "content": "a"}], "'system'"),
+        ([{"role": ["user"], "content": "a"}], "['user']"),
+        ([results[0], {"role": {}, "content": "a"}], "tool, {}"),
     ]
     for returned, named in wrong:
         with refuses(ValueError, named):

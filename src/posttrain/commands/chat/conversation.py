@@ -258,6 +258,8 @@ def _read_tools(text: str | None) -> list[Component]:
     listed = as_list(content)
     if not isinstance(listed, list):
         raise RecipeError(f"--tools: {text!r:.80} is no list; write --tools '[module:function]'")
+    if not listed:
+        raise RecipeError("--tools: the list is empty; use --no-tools to offer none")
     return [read_component(one, f"tools.{index}") for index, one in enumerate(listed)]
 
 
