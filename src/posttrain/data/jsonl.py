@@ -94,9 +94,8 @@ def jsonl(
     ``tools`` are added to the prompt, ``chat_template_kwargs`` are passed to the chat template. Messages may use
     tools (``tool_calls``, then one ``tool`` message per result) and ``reasoning_content``. Messages with
     ``weight: 0`` or ``train: false`` are not trained. The template formats responses. All other keys are kept in
-    ``meta``, but unread keys that affect training are refused. Responses that repeat the prompt are cut after it:
-    message lists always, texts if every row's response begins with the prompt's complete text. A startup line says so,
-    and a startup line lists text missing from the prompt.
+    ``meta``, but unread keys that affect training are refused. Prompts repeated in responses are removed (texts only if
+    all rows repeat them). Startup lines report this, and text missing from the prompt.
 
     Multiple choice is detected from a list of options (or one column per option) and a gold answer that is an index,
     letter, or option text in every row. Prompts then show lettered options, gold answers become letters, and the
@@ -321,8 +320,7 @@ def read_example(
         if row.is_text(response_key):
             given[repr(response_key)] = _read_response(row, response_key)
         else:  # conversational completion
-            reply = read_messages(row, response_key, before=messages, ends_with_calls=True)
-            messages = _with_reply(row, response_key, messages, _unformatted(row, keys), reply)
+            messages = _with_reply(row, response_key, messages, _unformatted(row, keys))
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     if messages[-1].role == "assistant":
@@ -361,14 +359,9 @@ def read_example(
     )
 
 
-def _with_reply(
-    row: Row,
-    key: str,
-    messages: tuple[Message, ...],
-    given: tuple[Message, ...],
-    reply: tuple[Message, ...],
-) -> tuple[Message, ...]:
+def _with_reply(row: Row, key: str, messages: tuple[Message, ...], given: tuple[Message, ...]) -> tuple[Message, ...]:
     """Append a reply to the prompt, without its copy of the prompt. ``given``: the prompt as the row has it."""
+    reply = read_messages(row, key, before=messages, ends_with_calls=True)
     found = after_prompt(row, key, given, reply)
     if found is None:
         return (*messages, *reply)

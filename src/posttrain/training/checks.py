@@ -505,7 +505,7 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     if w.recipe.rollout is None:
         return
     yield (
-        _earns_nothing(w.recipe),
+        w.recipe.earns_nothing,
         "rewards",
         (": all weights are 0, so every answer earns the same and no token is trained; set one to another number"),
     )
@@ -514,16 +514,6 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
         limit = registry.find("reward", reward.name, f"rewards.{index}").traits.get("max_group", size)
         large = f"={size}: reward {reward.name!r} ranks at most {limit} answers in one question; lower it"
         yield size > limit, "rollout.group_size", large
-
-
-def _earns_nothing(recipe: Recipe) -> bool:
-    """Check if advantages come only from rewards whose weights are all 0, and no other term trains the policy."""
-    if recipe.advantage is None or any(reward.weight for reward in recipe.rewards):
-        return False
-    if recipe.kl_in_reward is not None and recipe.kl_in_reward.weight:
-        return False
-    terms = recipe.regularize
-    return terms is None or not (terms.kl_coef or terms.entropy_coef)
 
 
 def _of_scale(w: Components) -> Iterator[Rule]:
