@@ -37,7 +37,7 @@ TOKENS: dict[str, int] = {
     "balances": 23_099,
     "commands": 69_373,
     "conformance": 15_247,
-    "data": 68_801,
+    "data": 68_814,
     "evaluation": 31_203,
     "graders": 40_383,
     "ground": 20_230,

@@ -122,8 +122,7 @@ def jsonl(
     keys |= {"solution": solution_key, "response": response_key}
     layout = Layout(keys, read_format(prompt_format), choices_key=choices_key, first_index=first_index)
     collected, layout = _collect(path, f"jsonl/{split}", layout, meta or (), ignore_keys or ())
-    collected.examples = layout.repeats.remove(collected.examples, collected.dropped)
-    warnings = _settle_grader(collected, grader, layout) + layout.repeats.describe()
+    warnings = _settle_grader(collected, grader, layout)
     if correct_only:
         _keep_correct(collected, path)
     task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
@@ -139,7 +138,8 @@ def _collect(
         raise UsageError(f"task.first_index: rows in {path} are not multiple choice. Remove the option")
     collected = collect_examples(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
-    return collected, layout
+    collected.examples = layout.repeats.remove(collected.examples, collected.dropped)
+    return collected, replace(layout, notes=(*layout.notes, *layout.repeats.describe()))
 
 
 @dataclass(frozen=True, slots=True)
