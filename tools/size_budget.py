@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_469,
     "api": 20_777,
     "balances": 23_099,
-    "commands": 69_333,
+    "commands": 69_352,
     "conformance": 15_247,
     "data": 66_915,
     "evaluation": 31_203,
@@ -47,11 +47,11 @@ TOKENS: dict[str, int] = {
     "recipes": 14_414,
     "reports": 17_598,
     "runs": 46_960,
-    "sampling": 62_168,
+    "sampling": 62_220,
     "store": 20_916,
     "sweeps": 26_292,
     "terminal": 4_444,
-    "training": 73_792,
+    "training": 73_891,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
