@@ -35,7 +35,7 @@ TOKENS: dict[str, int] = {
     "algorithms": 13_499,
     "api": 20_777,
     "balances": 23_099,
-    "commands": 69_373,
+    "commands": 69_392,
     "conformance": 15_247,
     "data": 68_814,
     "evaluation": 31_203,
@@ -47,11 +47,11 @@ TOKENS: dict[str, int] = {
     "recipes": 14_483,
     "reports": 17_598,
     "runs": 47_083,
-    "sampling": 62_163,
+    "sampling": 62_215,
     "store": 20_916,
     "sweeps": 26_292,
     "terminal": 4_444,
-    "training": 73_834,
+    "training": 73_933,
 }
 EMPTY = ("{}", "[]", "()", "''", "dict()", "list()", "tuple()", "set()")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -258,3 +258,18 @@ def test_given_tools_have_the_limits_of_the_run() -> None:
             stage = use.stage
             assert (stage.max_turns, stage.tool_seconds, stage.max_turn_tokens) == expected
             assert list(stage.toolset.tools) == ["add"]
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_conversation_that_fills_the_context_is_refused_until_it_is_reset(
+    has_tools: bool, sampler: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = ChatSession(sampler, Controls(seed=1))
+    if has_tools:
+        talk.tools = use_of(sampler, "add")
+    talk.set_system("")
+    with refuses(UsageError, "1,024", "/reset"):
+        list(talk.reply("What is 3 + 4? " * 400))
+    talk.reset()
+    Script(monkeypatch, sampler, "Seven.")
+    assert "Seven." in "".join(talk.reply("What is 3 + 4?"))

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
-from posttrain.errors import UsageError
+from posttrain.errors import RewardFailure, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.contract import build_toolset
@@ -115,7 +115,12 @@ class NoMetrics(Riddle):
         return {"hints": float("nan")}
 
 
-NAMES = ("Riddle", "Caller", "Mute", "Asking", "NoTools", "Static", "Wrong", "NoMetrics")
+class Named(Riddle):
+    def get_metrics(self) -> dict[str, float]:
+        return {"hints": 1.0, "correct": 5.0}
+
+
+NAMES = ("Named", "Riddle", "Caller", "Mute", "Asking", "NoTools", "Static", "Wrong", "NoMetrics")
 NAMES += ("TextTools", "Unlisted", "OddTool")
 
 
@@ -222,6 +227,11 @@ def test_environment_that_returns_something_else_fails(tokenizer: Any, name: str
 def test_environment_that_cannot_be_given_what_it_asks_for_is_refused(name: str, named: list[str]) -> None:
     with refuses(UsageError, *named):
         build_toolset(Component(name=f"test_environment_replies:{name}"))
+
+
+def test_metric_of_an_environment_with_the_name_of_a_reward_is_refused(tokenizer: Any) -> None:
+    with refuses(RewardFailure, "get_metrics", "'correct'"):
+        play(tokenizer, "Named", "is it 7", "stop")
 
 
 def test_static_respond_hears_the_turn(tokenizer: Any) -> None:

@@ -130,7 +130,17 @@ class ChatSession:
         return replace(sampling, num_tokens=num_tokens_of(sampler.tokenizer))
 
     def _turn(self, prompt: Sequence[int], key: int, sampling: Sampling, ids: list[int]) -> Iterator[str]:
-        """Stream one turn, appending its tokens to ``ids``."""
+        """Stream one turn, appending its tokens to ``ids``.
+
+        Raises:
+            UsageError: the conversation fills the model's context.
+        """
+        if len(prompt) >= self.sampler.context_tokens:
+            raise UsageError(
+                f"the conversation has {len(prompt):,} tokens, and the model's context is "
+                f"{self.sampler.context_tokens:,}: no room for an answer. Ask less, or start a new conversation (in a "
+                "terminal with /reset)"
+            )
         tokenizer = self.sampler.tokenizer
         template = self.sampler.grader.template
         decoded = TextStream(tokenizer, prompt, end_lead(tokenizer, template))
