@@ -81,6 +81,15 @@ APART = [
         "rollout.engine.colocate"
     ),
     ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url"),
+    (
+        "--objective mpo --objective.preference_weight 0 --objective.quality_weight 0 --objective.nll_weight 0",
+        "preference_weight, quality_weight, nll_weight"
+    ),
+    (
+        "--objective kto --objective.desirable_weight 0 --objective.undesirable_weight 0",
+        "desirable_weight, undesirable_weight"
+    ),
+    ("--rewards.0.weight 0", "rewards: all weights are 0"),
 ]  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from posttrain.algorithms.advantages import (
     normalized,
     raw,
 )
+from posttrain.errors import RecipeError
+from posttrain.recipes.recipe import validate_recipe
 from refusing import refuses
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -80,6 +82,19 @@ def test_equal_rewards_give_zero_also_where_their_mean_is_rounded():
     rewards = torch.full((1, 7), 0.7, dtype=torch.float64)
     assert float((rewards.mean(dim=1) - rewards[0, 0]).abs()) > 0  # the mean of equal numbers is another number
     assert normalized(rewards, epsilon=0.0).tolist() == [[0.0] * 7]
+    assert batch_normalized(rewards, epsilon=0.0).tolist() == [[0.0] * 7]
+    groups = torch.cat([rewards, torch.full((1, 7), 0.3, dtype=torch.float64)])
+    groups[1, 5:] = math.nan
+    assert batch_normalized(groups, center="group", epsilon=0.0).tolist() == [[0.0] * 7] * 2
+    nothing = torch.full((1, 2), math.nan, dtype=torch.float64)
+    assert batch_normalized(nothing).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["normalized", "batch_normalized", "gdpo", "turn_normalized"])
+def test_epsilon_below_0_is_refused(name: str) -> None:
+    with refuses(RecipeError, "advantage.epsilon", "-1"):
+        recipe = {"task": "stories", "objective": "grpo", "rollout": {}, "rewards": ["correct"]}
+        validate_recipe({**recipe, "advantage": {"name": name, "epsilon": -1}}).resolve()
 
 
 # --- by parts of the reward ---

@@ -187,6 +187,15 @@ def test_process_takes_soft_labels_with_two_classes():
     assert process(*case).values[0, 1].item() == approx(-0.25 * math.log(0.75) - 0.75 * math.log(0.25))
 
 
+def test_positive_share_of_soft_labels_is_the_accuracy_of_always_calling_steps_good():
+    labels = [0.0, 0.2, 0.5, 0.7, 1.0]
+    mask = torch.tensor([[False, True, True, True, True]])
+    case = make(torch.full((1, 5), 3.0, dtype=torch.float64), mask, step_labels=[labels])
+    metrics = process(*case).metrics
+    assert metrics["positive_share"][mask].tolist() == [0.0, 0.5, 1.0, 1.0]
+    assert torch.equal(metrics["positive_share"][mask], metrics["step_accuracy"][mask])
+
+
 @pytest.mark.parametrize(("classes", "label"), [(2, 2.0), (2, -1.0), (3, 3.0), (3, 0.5), (2, math.nan)])
 def test_labels_that_are_no_class_are_refused_by_value(classes: int, label: float):
     outputs, batch = random_case(6, classes=classes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from posttrain.commands.chat.conversation import ChatSession, Controls, ToolNoti
 from posttrain.commands.chat.tools import ToolUse, offered
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.sources import TINY
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Component
 from posttrain.runs.models import find_source
 from posttrain.sampling.base import turn_key
@@ -225,7 +227,8 @@ def test_calls_and_results_are_printed_escaped_unless_switched_off(
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("{", "--tools"), ("3", "--tools"), ("[3]", "tools.0"), ("nobody", "nobody")]
+    ("text", "named"),
+    [("{", "--tools"), ("3", "--tools"), ("[3]", "tools.0"), ("nobody", "nobody"), ("[]", "--no-tools")],
 )
 def test_tools_that_cannot_be_are_refused(
     text: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -234,3 +237,39 @@ def test_tools_that_cannot_be_are_refused(
     assert named in capsys.readouterr().err
     with refuses(RecipeError, "--tools"):
         module._read_tools("3")
+
+
+def test_given_tools_have_the_limits_of_the_run() -> None:
+    tiny = open_model(find_source(str(TINY), "runs"), Component(name="chat"))
+    limits = {"max_turns": 3, "tool_seconds": 0.5, "max_turn_tokens": 20}
+    recipe = validate_recipe(
+        {
+            "task": "stories",
+            "objective": "grpo",
+            "tools": ["test_chat_tools:shout"],
+            "rewards": ["correct"],
+            "rollout": {**limits, "max_tokens": 40},
+        }
+    ).resolve()
+    of_run = replace(tiny, source=replace(tiny.source, recipe=recipe))
+    for model, expected in ((of_run, (3, 0.5, 20)), (tiny, (8, 30.0, None))):
+        with offered(model, None, [Component(name="test_chat_tools:add")]) as use:
+            assert use is not None
+            stage = use.stage
+            assert (stage.max_turns, stage.tool_seconds, stage.max_turn_tokens) == expected
+            assert list(stage.toolset.tools) == ["add"]
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_conversation_that_fills_the_context_is_refused_until_it_is_reset(
+    has_tools: bool, sampler: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = ChatSession(sampler, Controls(seed=1))
+    if has_tools:
+        talk.tools = use_of(sampler, "add")
+    talk.set_system("")
+    with refuses(UsageError, "1,024", "/reset"):
+        list(talk.reply("What is 3 + 4? " * 400))
+    talk.reset()
+    Script(monkeypatch, sampler, "Seven.")
+    assert "Seven." in "".join(talk.reply("What is 3 + 4?"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -350,7 +351,11 @@ def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> No
     path.write_text('{"id": "first"}\n{"id": "to')
     answer = ServedAnswer(Bytes(), AnswerJob("second", "chat", (), ENDING, 5, PLAIN), (1, 2))
     answer.push(97, -0.5, is_last=True)
-    Recorder(path, "tiny").add(0, answer)
+    recorder = Recorder(path, "tiny")
+    recorder.add(0, answer)
+    num_open = len(os.listdir("/proc/self/fd"))
+    recorder.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open - 1
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["first", "second"]
     assert (lines[1]["ids"], lines[1]["logprobs"], lines[1]["text"], lines[1]["seed"]) == ([97], [-0.5], "a", 5)

@@ -151,3 +151,33 @@ def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     parquet.write_table(table(columns, schema=schema([("messages", list_(message))])), tmp_path / "rows.parquet")
     (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="all").examples
     assert example.conversation[1].calls[0].raw_arguments == '{"a": 1}'
+
+
+@pytest.mark.parametrize("mark", [{"train": True}, {"weight": 1}, {"weight": 1.0}])
+@pytest.mark.parametrize(
+    ("place", "messages"),
+    [
+        (1, [{"role": "system", "content": "Rhyme."}, ASK, REPLY]),
+        (1, [ASK, REPLY]),
+        (3, [ASK, CALL, RESULT, REPLY]),
+        (1, [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]),
+        (1, [REPLY, ASK, REPLY]),
+    ],
+)
+def test_message_that_is_never_trained_by_itself_cannot_be_marked_as_trained(
+    tmp_path: Path, mark: dict[str, Any], place: int, messages: list[dict[str, Any]]
+) -> None:
+    marked = [dict(message) for message in messages]
+    marked[place - 1] |= mark
+    (key,) = mark
+    with refuses(DataError, "rows.jsonl:1", f"'messages', message {place}", repr(key), "data.train_on"):
+        read(tmp_path, {"messages": marked})
+    kept = read(tmp_path, {"messages": marked}, ignore_keys=[key])
+    assert kept.examples[0].demonstration == "2"
+
+
+def test_marks_that_act_or_agree_with_what_is_trained_are_read(tmp_path: Path) -> None:
+    (example,) = read(tmp_path, {"messages": [ASK | {"train": False}, REPLY | {"train": True}]}).examples
+    assert [message.is_trained for message in example.conversation] == [False, True]
+    alone = {"prompt": "1+1?", "chosen": [REPLY | {"weight": 1}], "rejected": [WORSE | {"weight": 1}]}
+    assert len(read(tmp_path, alone, task=preferences).examples) == 1

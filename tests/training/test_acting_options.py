@@ -158,6 +158,13 @@ CASES: dict[str, Case] = {
         {"objective": {"name": "cpo", "nll_weight": 1.0}},
         kind="judged",
     ),
+    "mpo beta": Case(
+        "objective.beta",
+        (0.1, 1.0),
+        {"objective": {"name": "mpo", "preference_weight": 0.0, "quality_weight": 0.0}},
+        {"objective": {"name": "mpo", "preference_weight": 0.0, "quality_weight": 0.5}},
+        kind="judged",
+    ),
     "kl_estimator": Case(
         "regularize.kl_estimator",
         ("k3", "k2"),

@@ -198,3 +198,19 @@ def test_batch_after_resume_is_that_of_uninterrupted_run(tokenizer, template) ->
         resumed = begun()(step)
         assert same([resumed.batch], [expected[step - 1]])
         assert resumed.given == straight(step).given
+
+
+def test_replaced_row_is_made_once_however_often_it_is_drawn(tokenizer, template) -> None:
+    """The search for a usable row, and for the reason, is not repeated for every draw."""
+    long = list(range(NUM_PROBED, SIZE))
+    data = {"batch_size": 16, "max_length": length_limit(tokenizer, template)}
+    task, made = on_demand(sums(SIZE, long))
+    source = source_of(tokenizer, template, task, data=data)
+    first = source.units[NUM_PROBED + 10]
+    assert first == source.units[0], "the next usable row is the first"
+    made.clear()
+    for place in range(NUM_PROBED + 10, SIZE):
+        assert source.units[place] == first
+    assert made == []
+    (warning,) = source.take_warnings()
+    assert warning.count("longer than data.max_length") == 1

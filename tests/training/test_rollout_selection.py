@@ -124,7 +124,7 @@ def test_a_reward_for_right_answers_without_gold_is_reported(tmp_path: Path) -> 
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(40)))
     request = {"name": "jsonl", "path": str(tmp_path / "asked.jsonl"), "answer_key": ""}
     output = {}
-    for name, rewards in (("paid", ["correct"]), ("not", [{"name": "correct", "weight": 0.0}])):
+    for name, rewards in (("paid", ["correct"]), ("not", [{"name": "correct", "weight": 0.0}, "xml_format"])):
         recipe = one_layer_recipe("grpo", task=request, rewards=rewards, train={"steps": 2})
         events = Events()
         watched(tmp_path / name, recipe, events)

@@ -112,6 +112,37 @@ def test_export_of_the_average(tmp_path: Path) -> None:
     assert not (plain.target / "averages.safetensors").exists()
 
 
+def test_export_of_an_averaged_adapter_is_merged_if_asked(tmp_path: Path) -> None:
+    """W + (alpha / rank) B A, with the averaged A and B, in every adapted matrix."""
+    adapter = {"rank": 2, "alpha": 6, "targets": ["q_proj"]}
+    data = BASE["sft"] | {"model": {"name": shallow(1), "adapter": adapter}}
+    data["train"] = {"steps": 2, "lr": 1e-2, "ema_decay": DECAY}
+    folder = launch(validate_recipe(data), RunStart(root=tmp_path / "runs", name="it")).folder
+    done = export_run(tmp_path / "runs", folder, tmp_path / "out", weights="ema", merge=True)
+    assert sorted(path.name for path in done.target.iterdir() if path.is_dir()) == []
+    assert not any("adapter" in path.name for path in done.target.iterdir())
+    averaged = load_file(folder / "checkpoints/step-000002/averages.safetensors")
+    base = dict(AutoModelForCausalLM.from_pretrained(shallow(1)).named_parameters())
+    merged = dict(AutoModelForCausalLM.from_pretrained(done.target).named_parameters())
+    (down,) = (value for name, value in averaged.items() if "lora_A" in name)
+    (up,) = (value for name, value in averaged.items() if "lora_B" in name)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    expected = base[name].detach().double() + 3.0 * (up.double() @ down.double())
+    assert_close(merged[name].detach().double(), expected, rtol=1e-6, atol=1e-6)
+    assert float((expected - base[name].detach().double()).abs().max()) > 1e-4
+    plain = export_run(tmp_path / "runs", folder, tmp_path / "plain", merge=True)
+    last = dict(AutoModelForCausalLM.from_pretrained(plain.target).named_parameters())
+    assert not torch.equal(last[name], merged[name]), "the average is not the last checkpoint"
+
+
+def test_merge_of_weights_that_are_not_exported_or_have_no_adapter_is_refused(tmp_path: Path) -> None:
+    folder = launched(tmp_path / "runs", ema_decay=DECAY)
+    for weights in ("ema", "none", "last"):
+        with refuses(UsageError, "--merge"):
+            export_run(tmp_path / "runs", folder, tmp_path / "out", weights=weights, merge=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_of_an_average_that_is_not_there_is_refused(tmp_path: Path) -> None:
     folder = launched(tmp_path / "runs")
     with refuses(UsageError, "--weights ema", "train.ema_decay"):

@@ -167,16 +167,20 @@ def _all_are_kept(facts: RunFacts, key: str) -> str:
 IF_SOME_ARE_LEFT_OUT = ActsIf("below 1", _all_are_kept)
 
 
-def unless_zero(option: str) -> ActsIf:
-    """Build a condition requiring a nonzero neighboring option."""
+def unless_zero(*options: str) -> ActsIf:
+    """Build a condition requiring a nonzero neighboring option, or at least one of several."""
+    names = " or ".join(options)
 
     def why_not(facts: RunFacts, key: str) -> str:
-        if facts.next_to(key, option):
+        if any(facts.next_to(key, option) for option in options):
             return ""
         above, _, _ = key.rpartition(".")
-        return f"{above}.{option} is 0"
+        are_zero = "is 0"
+        if len(options) > 1:
+            are_zero = "are 0"
+        return f"{above}.{' and '.join(options)} {are_zero}"
 
-    return ActsIf(f"if {option} is above 0", why_not, f"Set {option}")
+    return ActsIf(f"if {names} is above 0", why_not, f"Set {names}")
 
 
 def if_option_is(option: str, value: object) -> ActsIf:

@@ -126,7 +126,7 @@ def batch_normalized(
     rewards: Rewards,
     *,
     center: Annotated[Literal["batch", "group"], IF_SEVERAL_PROMPTS] = "batch",
-    epsilon: float = 1e-8,
+    epsilon: Annotated[float, Range(ge=0)] = 1e-8,
 ) -> Rewards:
     """``A_i = (r_i − baseline) / (std of all r − baseline in the batch + ε)``.
 
@@ -144,11 +144,13 @@ def batch_normalized(
     known = ~rewards.isnan()
     centred = rewards.clone()
     if center == "group":
-        centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+        # not the difference: the mean of equal rewards may differ from them by rounding
+        varies = rewards.nan_to_num(nan=-torch.inf).amax(dim=1) > rewards.nan_to_num(nan=torch.inf).amin(dim=1)
+        centred = torch.where(varies[:, None], rewards - rewards.nanmean(dim=1, keepdim=True), 0.0)
+    if not bool(known.any()) or bool(centred[known].amax() == centred[known].amin()):
+        return torch.zeros_like(centred)
     centred = centred - centred[known].mean()
     std = centred[known].std(correction=0)
-    if not bool(std > 0):
-        return torch.zeros_like(centred)
     return torch.where(known, centred / (std + epsilon), torch.zeros_like(centred))
 
 

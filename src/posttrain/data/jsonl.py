@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,7 @@ from posttrain.data.reader import CollectedExamples, FileSplit, Share, collect_e
 from posttrain.data.reading import Row, is_only_space, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.templates import split_response
+from posttrain.data.repeats import RepeatedPrompts, after_prompt, question_text
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade_submissions
@@ -93,7 +94,8 @@ def jsonl(
     ``tools`` are added to the prompt, ``chat_template_kwargs`` are passed to the chat template. Messages may use
     tools (``tool_calls``, then one ``tool`` message per result) and ``reasoning_content``. Messages with
     ``weight: 0`` or ``train: false`` are not trained. The template formats responses. All other keys are kept in
-    ``meta``, but unread keys that affect training are refused. A startup line lists text missing from the prompt.
+    ``meta``, but unread keys that affect training are refused. Prompts repeated in responses are removed (texts only if
+    all rows repeat them). Startup lines report this, and text missing from the prompt.
 
     Multiple choice is detected from a list of options (or one column per option) and a gold answer that is an index,
     letter, or option text in every row. Prompts then show lettered options, gold answers become letters, and the
@@ -136,7 +138,8 @@ def _collect(
         raise UsageError(f"task.first_index: rows in {path} are not multiple choice. Remove the option")
     collected = collect_examples(rows, layout.read, path, name=name, carries=True, ignored=ignored, silenced=silenced)
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
-    return collected, layout
+    collected.examples = layout.repeats.remove(collected.examples, collected.dropped)
+    return collected, replace(layout, notes=(*layout.notes, *layout.repeats.describe()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class Layout:
     first_index: FirstIndex | None = None
     question: str = PROMPT  # placeholder used by ``task.prompt_format``
     notes: tuple[str, ...] = ()
+    repeats: RepeatedPrompts = field(default_factory=RepeatedPrompts)
 
     def read(self, row: Row) -> Example:
         """Convert a row to an example.
@@ -159,6 +163,11 @@ class Layout:
         """
         example = self._read(row)
         columns = _columns_read(row, self.keys)
+        prompt = example.messages
+        if self.prompt_format is not None or self.choices is not None:
+            prompt = _unformatted(row, self.keys)
+        answers = [key for key in (_key_of(row, "response", self.keys), self.keys["solution"]) if row.has(key)]
+        self.repeats.count(question_text(prompt), answers, in_messages=_repeats_messages(row, self.keys))
         return replace(example, is_conversation=_is_conversation(row, self.keys), columns=columns)
 
     def _read(self, row: Row) -> Example:
@@ -311,7 +320,7 @@ def read_example(
         if row.is_text(response_key):
             given[repr(response_key)] = _read_response(row, response_key)
         else:  # conversational completion
-            messages += read_messages(row, response_key, before=messages, ends_with_calls=True)
+            messages = _with_reply(row, response_key, messages, _unformatted(row, keys))
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     if messages[-1].role == "assistant":
@@ -348,6 +357,27 @@ def read_example(
         meta=meta,
         grader=grader,
     )
+
+
+def _with_reply(row: Row, key: str, messages: tuple[Message, ...], given: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Append a reply to the prompt, without its copy of the prompt. ``given``: the prompt as the row has it."""
+    reply = read_messages(row, key, before=messages, ends_with_calls=True)
+    found = after_prompt(row, key, given, reply)
+    if found is None:
+        return (*messages, *reply)
+    system, rest = found
+    return (*system, *messages, *rest)
+
+
+def _repeats_messages(row: Row, keys: Mapping[str, str]) -> bool:
+    """Check if the row's response is a message list that begins with its prompt."""
+    key = _key_of(row, "response", keys)
+    value = row.peek(key)
+    if not isinstance(value, list):
+        return False
+    given = _unformatted(row, keys)
+    reply = read_messages(replace(row, used=set()), key, before=given, ends_with_calls=True)
+    return after_prompt(row, key, given, reply) is not None
 
 
 def _columns_read(row: Row, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -492,6 +522,16 @@ def _prompt_messages(
     elif PROMPT in prompt_format.fields and prompt_key != PROMPT:
         question = row.text(prompt_key)
     return (Message("user", prompt_format.fill(row, question, options)),)
+
+
+def _unformatted(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """Read a row's prompt as given, without marking keys as used. Empty if ``task.prompt_format`` makes it from other
+    columns.
+    """
+    if not any(row.has(_key_of(row, part, keys)) for part in ("prompt", "messages")):
+        return ()
+    unmarked = replace(row, used=set())
+    return add_system(unmarked, _given_messages(unmarked, keys))
 
 
 def _given_messages(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:

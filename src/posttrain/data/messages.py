@@ -52,6 +52,9 @@ def read_messages(
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown_with_type(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
+    if not before and len(messages) > 1 and messages[0].role == "assistant":
+        opening = _fields_of(row, value[0], key)
+        _refuse_training(row, f"{key!r}, message 1", opening, "an assistant message without a prompt")
     previous_role = ""
     if before:
         previous_role = before[-1].role
@@ -118,6 +121,8 @@ def _read_message(row: Row, item: object, key: str, number: int) -> Message:
     if "name" in fields:
         speaker = row.checked(fields["name"], f"{place} name")
     is_trained = _is_trained(row, where, fields)
+    if role != "assistant":
+        _refuse_training(row, where, fields, f"a message with role {role!r}")
     return Message(role, text, reasoning=reasoning, calls=tuple(read_calls), name=speaker, is_trained=is_trained)
 
 
@@ -198,6 +203,16 @@ def _is_trained(row: Row, where: str, fields: Mapping[str, object]) -> bool:
     verdicts = {bool(value) for value in values.values()}
     row.refuse_if(len(verdicts) > 1, f"{where}: 'weight' and 'train' contradict each other; keep only one")
     return False not in verdicts
+
+
+def _refuse_training(row: Row, where: str, fields: Mapping[str, object], what: str) -> None:
+    """Refuse to mark a message as trained if it never is by itself. ``what`` describes the message."""
+    for key in _TRAINED_KEYS:
+        row.refuse_if(
+            fields.get(key),
+            f"{where}: {key!r} {fields.get(key)!r} marks {what} as trained, but only assistant messages after a prompt "
+            f"can be marked. Remove {key!r} from the message; to train on prompts too, set data.train_on: all",
+        )
 
 
 def _read_call(row: Row, place: str, fields: object) -> Call:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain.data.base import Task
@@ -22,6 +22,7 @@ from posttrain.data.messages import (
 )
 from posttrain.data.reader import FileSplit, Share, collect_examples, drop_if, reads_rows, row_task
 from posttrain.data.reading import Row, is_only_space, read_file
+from posttrain.data.repeats import RepeatedPrompts, question_text
 from posttrain.option_types import shorten, shown_with_type
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
@@ -144,6 +145,7 @@ LAYOUTS: dict[PreferenceLayout, tuple[tuple[str, str], ...]] = {
     "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
 }
+ANSWER_KEYS = ("chosen", "rejected", "completion", "completions")
 OPENAI_KEYS = ("input", "preferred_output", "non_preferred_output")
 PromptAndResponses = tuple[tuple[Message, ...], tuple[Response, ...]]
 ReadParts = Callable[[Row], PromptAndResponses]  # reads a row in the file's layout
@@ -174,6 +176,9 @@ def preferences(
 
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages. Conversations with common first
     turns need no prompt. OpenAI's ``input``, ``preferred_output`` and ``non_preferred_output`` are supported too.
+    Answers that repeat the prompt are cut after it: message lists always, texts if every row's answers begin with the
+    prompt's complete text (whitespace after it stays in the answer). A startup line says so.
+
     Scores are optional (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``,
     ``rating_chosen``), but must be in every row or none, and default to 1 and 0. The margin is ``margin`` if given,
     else the score difference.
@@ -207,8 +212,10 @@ def preferences(
         rows, reader.read, path, dropped, name=name, carries=True, ignored=ignored, silenced=silenced
     )
     refuse_unknown(silenced, (key for key, _ in collected.keys), path, "task.meta")
+    collected.examples = reader.repeats.remove(collected.examples, dropped)
     task = collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
-    return replace(task, warnings=(*task.warnings, *collected.unshown.describe(PROMPT)))
+    warnings = (*task.warnings, *reader.repeats.describe(), *collected.unshown.describe(PROMPT))
+    return replace(task, warnings=warnings)
 
 
 @dataclass(slots=True)
@@ -220,6 +227,7 @@ class _FileReader:
     form: PromptFormat | None
     read_parts: ReadParts | None = None
     has_margin: bool = False
+    repeats: RepeatedPrompts = field(default_factory=RepeatedPrompts)
 
     def read(self, row: Row) -> Example:
         if OPENAI_KEYS[1] in row.data:
@@ -228,12 +236,15 @@ class _FileReader:
             self.read_parts = _reader_of(row, self.classes, self.separator)
             self.has_margin = row.has("margin")
         messages, responses = self.read_parts(row)
+        question = question_text(messages)
         if self.form is not None:
             messages = self.form.rewrite(row, messages, PROMPT_KEYS)
         margin = None
         if self.has_margin and len(responses) == 2:
             margin = read_score(row, "margin")
             drop_if(margin < 0, "negative 'margin', so rejected would be better")
+        keys = [key for key in ANSWER_KEYS if row.has(key)]
+        self.repeats.count(question, keys, in_messages=_repeats_messages(row))
         return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
 
 
@@ -405,6 +416,14 @@ def _prompt_before(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     is_in_turns = any(turns[start : start + len(question)] == question for start in starts)
     drop_if(not is_in_turns, "'prompt' differs from the conversations' beginning")
     return add_system(row, turns)
+
+
+def _repeats_messages(row: Row) -> bool:
+    """Check if answers are conversations beside a prompt, which they then repeat (``_prompt_before``)."""
+    if not any(row.has(key) for key in PROMPT_KEYS):
+        return False
+    answers = [row.peek(key) for key in ("chosen", "completion")]
+    return any(isinstance(answer, list) and len(answer) > 1 for answer in answers)
 
 
 def _label_key(row: Row) -> str:

@@ -164,6 +164,16 @@ class Recipe(Content):
         if self.rollout is not None:
             yield from self._rollout_rules(self.rollout)
 
+    @property
+    def earns_nothing(self) -> bool:
+        """True if advantages come only from rewards with weight 0, and no other term trains the policy."""
+        if self.advantage is None or any(reward.weight for reward in self.rewards):
+            return False
+        if self.kl_in_reward is not None and self.kl_in_reward.weight:
+            return False
+        terms = self.regularize
+        return terms is None or not (terms.kl_coef or terms.entropy_coef)
+
     def _rules_of_weights(self) -> Iterator[Rule]:
         """Yield rules for weight averages, router losses and self-teaching."""
         is_sharded = self.scale.sharding != "none"

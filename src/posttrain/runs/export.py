@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
@@ -53,6 +54,8 @@ _TRAINING_ONLY = (
     "state.json",
     MANIFEST,
 )
+HEADS = "heads.safetensors"
+_AVERAGED = "the weights are an exponential moving average (train.ema_decay)"
 _SCORER = (
     "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and score one text at a time, with the end token appended"
@@ -98,6 +101,8 @@ def export_run(
     goal = Path(target)
     _check_target(Path(root), goal)
     step = _choose_step(run, weights)
+    if merge and step is None:
+        raise UsageError("--merge: --weights none exports no weights; omit one of them")
     converter: list[str] = []
     if gguf is not None:
         converter = _choose_converter(goal, gguf, step)
@@ -227,14 +232,9 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     dtype = _dtype_of(run)
     digests = _verified(source)
     adapter = source / ADAPTER_CONFIG
-    has_head = "heads.safetensors" in digests
+    has_head = HEADS in digests
     if merge:
-        if not adapter.is_file():
-            raise UsageError(f"--merge: {run.name} has no adapter; its weights are already complete")
-        if has_head:
-            raise UsageError(
-                f"--merge: {run.name} includes a head with the adapter, which merging would lose; omit --merge"
-            )
+        _refuse_unmergeable(run, source)
         _merge_into_base(dtype, source, content)
         return []
     base = ""
@@ -280,23 +280,42 @@ def _serve_older_readers(content: Path) -> list[str]:
 
 
 def _write_average(run: Path, step: int, content: Path, merge: bool) -> list[str]:
-    """Write a checkpoint's averaged weights as a model; returns a notice.
+    """Write a checkpoint's averaged weights as a model, merging an averaged adapter if asked; returns a notice.
 
     Raises:
-        UsageError: no average was kept, or it includes a head. CheckpointError: verification failed.
+        UsageError: no average was kept, it includes a head, or no adapter to merge. CheckpointError: verification
+            failed.
     """
+    source = step_folder(run / "checkpoints", step)
+    _verified(source)
+    if not merge:
+        _save_average(run, source, content)
+        return [_AVERAGED]
+    _refuse_unmergeable(run, source)
+    with TemporaryDirectory(dir=content) as folder:
+        _save_average(run, source, Path(folder))
+        _merge_into_base(_dtype_of(run), Path(folder), content)
+    return [_AVERAGED]
+
+
+def _refuse_unmergeable(run: Path, source: Path) -> None:
+    """Refuse to merge a checkpoint without adapter, or with a head that only works together with the adapter."""
+    if not (source / ADAPTER_CONFIG).is_file():
+        raise UsageError(f"--merge: {run.name} has no adapter; its weights are already complete")
+    if (source / HEADS).is_file():
+        raise UsageError(
+            f"--merge: {run.name} includes a head with the adapter, which merging would lose; omit --merge"
+        )
+
+
+def _save_average(run: Path, source: Path, content: Path) -> None:
+    """Save the checkpoint's model with averaged weights."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from posttrain.models.load import load_model, quiet_transformers
     from posttrain.training.parts.averages import AVERAGES, EMA
 
-    source = step_folder(run / "checkpoints", step)
-    _verified(source)
-    if merge:
-        raise UsageError(
-            "--merge: cannot be combined with --weights ema; export without --merge, then merge the export"
-        )
     dtype, stored = _dtype_of(run), {}
     try:
         if (source / AVERAGES).is_file():
@@ -317,7 +336,6 @@ def _write_average(run: Path, step: int, content: Path, merge: bool) -> list[str
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)
     write_ends(content, loaded.tokenizer)
-    return ["the weights are an exponential moving average (train.ema_decay)"]
 
 
 def _dtype_of(run: Path) -> str:

@@ -285,16 +285,16 @@ class Engine(ABC):
     """Samples one completion per key.
 
     ``version``: number of updates applied to the sampling weights. ``folder``: run folder for engine files.
-    ``process_group``: training processes; each owns an engine and makes identical calls in order. ``in_background``:
-    only the main process samples, in a thread, while training changes the model. The engine must then neither read
-    the model nor wait for other processes. ``uses_cache``: allow earlier findings about a model to be read from the
-    user's cache.
+    ``process_group``: training processes; each owns an engine and makes identical calls in order. ``uses_cache``:
+    allow earlier findings about a model to be read from the user's cache.
+
+    With staleness, an engine registered with ``takes_weights`` is called in a thread of the main process while training
+    changes the model. It must then neither read the model nor wait for other processes.
     """
 
     version: int = 0
     folder: Path | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
-    in_background: bool = False
     uses_cache: bool = False
     _warnings: tuple[str, ...] = ()  # every warning so far; the first ``_num_shown`` were shown
     _num_shown: int = 0

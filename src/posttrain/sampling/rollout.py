@@ -122,6 +122,8 @@ class Grader:
         with redirect_stdout(sys.stderr), phase(f"grading {len(attempts):,} answers"):
             columns = grade_together([reward for _, _, reward in self.rewards], available, ids, log)
         _refuse_known_names(log)
+        for attempt in attempts:
+            self._refuse_names_of_rewards(attempt.environment_metrics)
         grades = []
         for index, final_answer in enumerate(extracted):
             parts = []
@@ -135,6 +137,12 @@ class Grader:
         if grades:
             grades[0].logged = log.metrics
         return grades
+
+    def _refuse_names_of_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Refuse ``get_metrics`` names of rewards, whose values would take their place."""
+        for name, _, _ in self.rewards:
+            if name in metrics:
+                raise RewardFailure(f"get_metrics: {name!r} is the name of a reward. Choose another name")
 
     def _arguments(self, attempt: Attempt, extracted: str | None) -> dict[str, Any]:
         """Build the arguments available to reward functions."""

@@ -229,6 +229,10 @@ def _of_objective(w: Components) -> Iterator[Rule]:
     yield from _of_evaluation(w, objective)
     yield from _of_fields(w, objective)
     yield from _of_data(w, objective)
+    weights = w.objective.traits.get("weights", ())
+    is_idle = bool(weights) and all(recipe.objective.options.get(name) == 0 for name in weights)
+    idle = f": {objective} trains nothing, because {', '.join(weights)} are all 0; set one of them above 0"
+    yield is_idle, "objective", idle
     vanishes = w.objective.traits.get("vanishes", ())
     names_fields = isinstance(vanishes, tuple) and w.needs >= set(vanishes)
     fields = f": {objective} is registered with vanishes={vanishes!r}; give a tuple of batch fields that it needs"
@@ -500,6 +504,11 @@ def _of_rewards(w: Components) -> Iterator[Rule]:
     yield name not in known, "rollout.uniform_by", unknown
     if w.recipe.rollout is None:
         return
+    yield (
+        w.recipe.earns_nothing,
+        "rewards",
+        (": all weights are 0, so every answer earns the same and no token is trained; set one to another number"),
+    )
     size = w.recipe.rollout.group_size
     for index, reward in enumerate(w.recipe.rewards):
         limit = registry.find("reward", reward.name, f"rewards.{index}").traits.get("max_group", size)

@@ -9,7 +9,11 @@ import pytest
 from posttrain.data.render import Template, encode_plain, encode_prompt, encode_response
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.rows import Shape, TokenRow, rows_of
+from posttrain.data.render.template import build_template
+from posttrain.errors import UsageError
+from posttrain.recipes.sections import Component
 from posttrain.types import Example, Message, Response
+from refusing import refuses
 
 QUESTION = (Message("user", "What is 2 plus 3?"),)
 
@@ -131,3 +135,51 @@ def test_a_demonstration_is_the_solution_or_else_the_best_response(tokenizer, te
     assert row.ids == [*prompt, *encode_response(tokenizer, template, worked)]  # type: ignore[union-attr]
     ((row,),) = units(tokenizer, template, example(*responses), "demonstration")
     assert row.ids == prompt_and(tokenizer, template, "Five.")[0]  # type: ignore[union-attr]
+
+
+# --- messages that the row excludes from training ---
+
+TALK = [("user", "First?"), ("assistant", "One."), ("user", "Second?"), ("assistant", "Two.")]
+
+
+def talk(*untrained: int, system: bool = False) -> Example:
+    """A conversation; ``untrained``: indices of messages with weight 0."""
+    parts = TALK
+    if system:
+        parts = [("system", "Count."), *TALK]
+    messages = tuple(Message(role, text, is_trained=i not in untrained) for i, (role, text) in enumerate(parts))
+    return Example("e/1", messages[:-1], demonstration="Two.", conversation=messages)
+
+
+def trained_text(tokenizer: Any, item: Example) -> str:
+    """The text with gradients if everything is trained."""
+    ((row,),) = rows_of(tokenizer, build_template(Component(name="chat")), item, "demonstration", "all")
+    places = [place for place in range(1, len(row.ids)) if place not in row.heard]
+    return str(tokenizer.decode([row.ids[place] for place in places]))
+
+
+@pytest.mark.parametrize(
+    ("untrained", "left"),
+    [((), "First? One. Second? Two."), ((0,), "One. Second? Two."), ((2,), "First? One. Two."), ((0, 2), "One. Two.")],
+)
+def test_messages_of_users_with_weight_0_are_context_if_all_is_trained(
+    chatml: Any, untrained: tuple[int, ...], left: str
+) -> None:
+    text = trained_text(chatml, talk(*untrained))
+    assert [word for word in ("First?", "One.", "Second?", "Two.") if word in text] == left.split()
+
+
+def test_adjacent_messages_of_which_one_is_untrained_are_refused_if_all_is_trained(chatml: Any) -> None:
+    with refuses(UsageError, "e/1", "data.train_on", "weight 0"):
+        trained_text(chatml, talk(0, system=True))
+    assert "First?" not in trained_text(chatml, talk(0, 1, system=True))
+
+
+@pytest.mark.parametrize("name", ["dialogue", "chat"])
+def test_untrained_message_before_a_response_is_refused_if_all_is_trained(chatml: Any, name: str) -> None:
+    prompt = (Message("user", "First?", is_trained=False),)
+    item = Example("e/1", prompt, demonstration="One.")
+    template = build_template(Component(name=name))
+    with refuses(UsageError, "e/1", "data.train_on all", "weight 0"):
+        list(rows_of(chatml, template, item, "demonstration", "all"))
+    assert len(list(rows_of(chatml, template, item, "demonstration", "response"))) == 1

@@ -95,6 +95,20 @@ def test_dequantized_is_made_once_by_content(home: Path, file: Path, capfd: pyte
     assert len(left_behind(home)) == 2
 
 
+def test_gguf_converted_before_a_check_was_added_is_converted_again(
+    home: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = gguf.CHECKS
+    monkeypatch.setattr(gguf, "CHECKS", current - 1)
+    before = gguf.dequantized(file)
+    monkeypatch.setattr(gguf, "CHECKS", current)
+    after = gguf.dequantized(file)
+    assert after != before
+    assert (after / "config.json").is_file()
+    unversioned = f"gguf-{gguf.digest_of(file)[:24]}"  # as it was named before there were checks
+    assert unversioned not in (before.name, after.name)
+
+
 def test_fetched_model_is_downloaded_once_and_answers(
     home: Path, small: Published, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

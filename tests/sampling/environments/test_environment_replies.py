@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
-from posttrain.errors import UsageError
+from posttrain.errors import RewardFailure, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Component
 from posttrain.sampling.environments.contract import build_toolset
@@ -87,6 +87,24 @@ class NoTools(Caller):
     tools: ClassVar[list[Any]] = ["add"]
 
 
+class TextTools(Caller):
+    tools: ClassVar[Any] = "add"
+
+
+class Unlisted(Caller):
+    tools: ClassVar[Any] = None
+
+
+class OddTool(Caller):
+    tools: ClassVar[list[Any]] = [{"type": "function", "function": {"name": "add", "parameters": "a"}}]
+
+
+class Static(Riddle):
+    @staticmethod
+    def respond(text: str) -> str:  # type: ignore[override]
+        return f"heard {text}"
+
+
 class Wrong(Riddle):
     def respond(self, text: str) -> int:  # type: ignore[override]
         return 3
@@ -97,7 +115,13 @@ class NoMetrics(Riddle):
         return {"hints": float("nan")}
 
 
-NAMES = ("Riddle", "Caller", "Mute", "Asking", "NoTools", "Wrong", "NoMetrics")
+class Named(Riddle):
+    def get_metrics(self) -> dict[str, float]:
+        return {"hints": 1.0, "correct": 5.0}
+
+
+NAMES = ("Named", "Riddle", "Caller", "Mute", "Asking", "NoTools", "Static", "Wrong", "NoMetrics")
+NAMES += ("TextTools", "Unlisted", "OddTool")
 
 
 @pytest.fixture(autouse=True)
@@ -191,11 +215,29 @@ def test_environment_that_returns_something_else_fails(tokenizer: Any, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "named"), [("Asking", ["'state'", "text, calls, finish"]), ("NoTools", ["tools", "'add'"])]
+    ("name", "named"),
+    [
+        ("Asking", ["'state'", "text, calls, finish"]),
+        ("NoTools", ["tools", "'add'"]),
+        ("TextTools", ["tools", "'add' is not a list"]),
+        ("Unlisted", ["tools", "None is not a list"]),
+        ("OddTool", ["tools", "'parameters': 'a'"]),
+    ],
 )
 def test_environment_that_cannot_be_given_what_it_asks_for_is_refused(name: str, named: list[str]) -> None:
     with refuses(UsageError, *named):
         build_toolset(Component(name=f"test_environment_replies:{name}"))
+
+
+def test_metric_of_an_environment_with_the_name_of_a_reward_is_refused(tokenizer: Any) -> None:
+    with refuses(RewardFailure, "get_metrics", "'correct'"):
+        play(tokenizer, "Named", "is it 7", "stop")
+
+
+def test_static_respond_hears_the_turn(tokenizer: Any) -> None:
+    rollout = play(tokenizer, "Static", "is it 7", max_turns=2)
+    assert rollout.turns[0].replies == ("heard is it 7",)
+    assert rollout.completion.finish == "out_of_turns"
 
 
 def test_tools_next_to_an_environment_that_answers_calls_are_refused() -> None:
@@ -225,6 +267,8 @@ def test_replies_are_read_or_refused() -> None:
         ([{"role": "tool", "content": "a"}], "None"),
         ([results[0] | {"outcome": "fine"}], "'fine'"),
         ([{"role": "system", "content": "a"}], "'system'"),
+        ([{"role": ["user"], "content": "a"}], "['user']"),
+        ([results[0], {"role": {}, "content": "a"}], "tool, {}"),
     ]
     for returned, named in wrong:
         with refuses(ValueError, named):

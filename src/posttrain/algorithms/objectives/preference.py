@@ -172,8 +172,8 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: NotNeg
     Meng et al. (2024), "SimPO" (arXiv 2405.14734), eq. 6. Rewards are ``β/|y| · log π(y)``; the metric ``margin`` does
     not subtract γ.
 
-    What goes wrong: Without a reference, nothing anchors the policy. Small changes in β and γ matter; watch ``kl_ref``
-    and held-out accuracy.
+    What goes wrong: Without a reference, nothing anchors the policy. Small changes in β and γ matter; watch
+    ``kl_initial`` and held-out accuracy.
 
     Args:
         beta: β (paper: 2.0 to 2.5).
@@ -325,7 +325,7 @@ def apo_zero(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Loss:
     D'Oosterlinck et al. (2024), "Anchored preference optimization and contrastive revisions" (arXiv 2408.06266),
     section 4. The constant only shifts the minimum to 0.
 
-    What goes wrong: It raises chosen answers even if model samples are better. In that case, use ``apo-down``.
+    What goes wrong: It raises chosen answers even if model samples are better. In that case, use ``apo_down``.
 
     Args:
         beta: β (paper: 0.1).
@@ -408,7 +408,7 @@ def discopop(outputs: Outputs, batch: Batch, *, beta: Positive = 0.05, temperatu
     Lu et al. (2024), "Discovering preference optimization algorithms with and for large language models"
     (arXiv 2406.08414), eq. 5 (log-ratio modulated loss). It is not convex: a local minimum exists below l = 0.
 
-    Departure: in e^(−l), l is clamped to at least −20; at such values m rounds to 0.
+    Departure: in e^(−l), l is clamped to at least −20. There m is below e^(−20/τ), which is negligible for small τ.
 
     What goes wrong: For τ below (1 − log 2) / 3 = 0.10 the slope at l = 0 has the wrong sign. Pairs start there, and
     training moves them into the local minimum, where rejected answers are likelier. Long answers can jump over it, if
@@ -502,12 +502,18 @@ def ld_dpo(
     return _with_metrics(-logsigmoid(chosen - rejected), chosen, rejected, outputs, batch, beta)
 
 
-@register("objective", level="pair", needs=("ref_logprobs",), vanishes=())
+@register(
+    "objective",
+    level="pair",
+    needs=("ref_logprobs",),
+    vanishes=(),
+    weights=("preference_weight", "quality_weight", "nll_weight"),
+)
 def mpo(
     outputs: Outputs,
     batch: Batch,
     *,
-    beta: Positive = 0.1,
+    beta: Annotated[Positive, unless_zero("preference_weight", "quality_weight")] = 0.1,
     preference_weight: NotNegative = 0.8,
     quality_weight: NotNegative = 0.2,
     nll_weight: NotNegative = 1.0,

@@ -144,8 +144,8 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
     (Math-Shepherd's soft estimation).
 
     Metrics: ``step_accuracy`` (two classes: the score's sign agrees with the label's side of 1/2, ties count one half;
-    three classes: the most probable class is the label), ``positive_share`` (fraction of steps with the highest class
-    as label: the accuracy of always predicting "good").
+    three classes: the most probable class is the label), ``positive_share`` (fraction of steps whose label is
+    the highest class, or above 1/2 with two classes: the accuracy of always predicting "good").
 
     Args:
         num_classes: 2 or 3.
@@ -168,6 +168,8 @@ def process(outputs: Outputs, batch: Batch, *, num_classes: Literal[2, 3] = 2) -
         values = -scores.log_softmax(dim=2).gather(2, chosen).squeeze(2)
         correct = (scores.detach().argmax(dim=2) == chosen.squeeze(2)).to(scores.dtype)
     positive = (labels == num_classes - 1).to(values.dtype)
+    if num_classes == 2:
+        positive = wins(2.0 * labels - 1.0)
     return Loss(values, {"step_accuracy": correct, "positive_share": positive})
 
 

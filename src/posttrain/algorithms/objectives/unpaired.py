@@ -26,7 +26,14 @@ def divide_rewards(means: dict[str, float]) -> dict[str, float]:
     return means
 
 
-@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"), vanishes=(), derive=divide_rewards)
+@register(
+    "objective",
+    level="row",
+    needs=("ref_logprobs", "labels", "kl_baseline"),
+    vanishes=(),
+    derive=divide_rewards,
+    weights=("desirable_weight", "undesirable_weight"),
+)
 def kto(
     outputs: Outputs,
     batch: Batch,

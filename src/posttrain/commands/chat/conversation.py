@@ -130,7 +130,17 @@ class ChatSession:
         return replace(sampling, num_tokens=num_tokens_of(sampler.tokenizer))
 
     def _turn(self, prompt: Sequence[int], key: int, sampling: Sampling, ids: list[int]) -> Iterator[str]:
-        """Stream one turn, appending its tokens to ``ids``."""
+        """Stream one turn, appending its tokens to ``ids``.
+
+        Raises:
+            UsageError: the conversation fills the model's context.
+        """
+        if len(prompt) >= self.sampler.context_tokens:
+            raise UsageError(
+                f"the conversation has {len(prompt):,} tokens, and the model's context is "
+                f"{self.sampler.context_tokens:,}: no room for an answer. Ask less, or start a new conversation (in a "
+                "terminal with /reset)"
+            )
         tokenizer = self.sampler.tokenizer
         template = self.sampler.grader.template
         decoded = TextStream(tokenizer, prompt, end_lead(tokenizer, template))
@@ -258,6 +268,8 @@ def _read_tools(text: str | None) -> list[Component]:
     listed = as_list(content)
     if not isinstance(listed, list):
         raise RecipeError(f"--tools: {text!r:.80} is no list; write --tools '[module:function]'")
+    if not listed:
+        raise RecipeError("--tools: the list is empty; use --no-tools to offer none")
     return [read_component(one, f"tools.{index}") for index, one in enumerate(listed)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.data.render.assistant import reply_frame
 from posttrain.errors import UnallowedCode, UsageError
-from posttrain.recipes.sections import Component
+from posttrain.recipes.sections import TURN_DEFAULTS, Component
 from posttrain.sampling.base import Reply
 from posttrain.sampling.environments.contract import Session, build_toolset
 from posttrain.sampling.environments.pool import Pool
@@ -119,7 +119,13 @@ def offered(sampler: OpenedModel, template: Component | None, tools: Sequence[Co
 def _stage_of(sampler: OpenedModel, template: Component | None, tools: Sequence[Component]) -> Stage | None:
     if not tools:
         return sampler.on_stage(template).stage
-    return set_stage(build_toolset(None, tools), sampler.grader.template, sampler.tokenizer, {})
+    limits: dict[str, object] = {}
+    max_turn_tokens = None
+    recipe = sampler.source.recipe
+    if recipe is not None and recipe.rollout is not None:
+        limits = {key: getattr(recipe.rollout, key) for key in TURN_DEFAULTS}
+        max_turn_tokens = recipe.rollout.max_turn_tokens
+    return set_stage(build_toolset(None, tools), sampler.grader.template, sampler.tokenizer, limits, max_turn_tokens)
 
 
 def show_calls(calls: Sequence[Call]) -> str:

@@ -251,3 +251,7 @@ class Recorder:
             except OSError:
                 cut_torn_line(self._descriptor)
                 raise
+
+    def close(self) -> None:
+        """Close the file, after the last answer."""
+        os.close(self._descriptor)

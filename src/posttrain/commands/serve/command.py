@@ -7,7 +7,7 @@ import re
 import secrets
 import shlex
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,11 +134,12 @@ def run_serve(arguments: argparse.Namespace) -> int:
     names = [*served_names(source.path), source.label, source.name]
     if arguments.model_name is not None:
         names.append(arguments.model_name)
-    with listen(host, port) as listener, closing(Answerer(open_model(source, template))) as answerer:
-        if arguments.record is None:
-            recorder = None
-        else:
-            recorder = Recorder(Path(arguments.record), names[0])
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(host, port))
+        answerer = stack.enter_context(closing(Answerer(open_model(source, template))))
+        recorder = None
+        if arguments.record is not None:
+            recorder = stack.enter_context(closing(Recorder(Path(arguments.record), names[0])))
         api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
         print(f"serves {names[0]} at {address_of(host, port)}/v1  (Ctrl-C ends it)", flush=True)
         if not api.conversations.shows:

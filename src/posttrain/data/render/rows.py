@@ -129,6 +129,8 @@ def _demonstrations(
         if example.conversation:
             yield from _conversation(tokenizer, template, example, train_on or "assistant")
             return
+    if train_on == "all":
+        _refuse_untrained_part(example, (*example.messages, *example.conversation))
     prompt = encode_prompt(tokenizer, template, example.messages, example.variables)
     if best is not None:
         yield (_row(tokenizer, template, prompt, best, example),)
@@ -270,18 +272,24 @@ def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
     for place in chosen:
         messages, turns = split_turns(conversation[:place])
         if train_on == "all":
-            read_only = conversation
-            what = "data.train_on all with an untrained message (weight 0)"
-        else:
-            read_only = conversation[len(messages) : place]
+            _refuse_untrained_part(example, conversation)
+        if not all(message.is_trained for message in conversation[len(messages) : place]):
             what = "an untrained call (weight 0)"
-        if not all(message.is_trained for message in read_only):
             raise UsageError(f"example {example.id!r}: {what} requires prompt.template chat. Remove the row")
         answer = example.answer
         if place < len(conversation) - 1:
             answer = None
         text = conversation[place].text
         yield replace(example, messages=messages, turns=turns, demonstration=text, answer=answer, conversation=())
+
+
+def _refuse_untrained_part(example: Example, messages: Sequence[Message]) -> None:
+    """Refuse untrained messages in text of which everything is trained (``train_on: all``)."""
+    if not all(message.is_trained for message in messages):
+        raise UsageError(
+            f"example {example.id!r}: data.train_on all with an untrained message (weight 0) requires 'messages' and "
+            "prompt.template chat. Remove the row"
+        )
 
 
 # Pieces in a row, and whether they are trained.
@@ -311,10 +319,13 @@ def _conversation_rows(tokenizer: Tokenizer, template: Template, example: Exampl
         num_unsaid = len(end.text) - len(end.middle)
     whole = _joined(conversation, prompts, turns, train_on, num_unsaid)
     if whole is not None:
-        yield _row_of_parts(tokenizer, whole)
+        row = _row_of_parts(tokenizer, whole)
+        if train_on == "all" and not whole[0][1]:
+            row = replace(row, heard=row.heard | set(range(row.prompt_length)))
+        yield row
         return
     if train_on == "all":
-        if len(trained) < len(places):
+        if not all(message.is_trained for message in example.conversation):
             raise UsageError(
                 f"example {example.id!r}: data.train_on all with an untrained message (weight 0) does not work if the "
                 "chat template rewrites earlier turns. Use data.train_on assistant"
@@ -352,6 +363,7 @@ def _joined(
     """
     parts = list[RowPart]()
     previous = ""
+    start = 0
     for i, prompt in prompts.items():
         text = text_of(prompt)
         if num_unsaid and not text.startswith(previous):
@@ -361,10 +373,23 @@ def _joined(
         if not text.startswith(previous):
             return None
         # tool results are never trained, user messages only if everything is trained
-        is_trained = train_on == "all" and conversation[i - 1].role != "tool"
+        between = conversation[start:i]
+        start = i + 1
+        is_trained = train_on == "all" and conversation[i - 1].role != "tool" and _is_all_trained(between)
         parts += [(drop_text(prompt, len(previous)), is_trained), turns[i]]
         previous = text + text_of(turns[i][0])
     return parts
+
+
+def _is_all_trained(between: Sequence[Message]) -> bool:
+    """Check if the messages between two turns are trained: all, or none."""
+    marks = {message.is_trained for message in between}
+    if len(marks) > 1:
+        roles = " and ".join(message.role for message in between)
+        raise UsageError(
+            f"data.train_on all trains adjacent messages ({roles}) together; mark all or none of them with weight 0"
+        )
+    return False not in marks
 
 
 def _shortened(pieces: Sequence[Piece], count: int) -> list[Piece]:

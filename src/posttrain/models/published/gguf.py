@@ -21,20 +21,21 @@ from posttrain.store.durable import storage_errors
 
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1_000_000  # plausible maximum for tensors and metadata entries
+CHECKS = 2  # changes if files that were converted before may now be refused
 FREE_SHARE = 8  # 4-bit data expands eightfold in fp32
 
 
 def dequantized(path: Path) -> Path:
     """Convert a GGUF model to a Hugging Face folder on first use.
 
-    Weights become fp32. Cache folders are keyed by file content.
+    Weights become fp32. Cache folders are keyed by file content and ``CHECKS``.
 
     Raises:
         UsageError: not GGUF, damaged, or unsupported by transformers.
         StorageError: cache not writable.
     """
     check_header(path)
-    name = f"gguf-{digest_of(path)[:24]}"
+    name = f"gguf-{CHECKS}-{digest_of(path)[:24]}"
     if not is_cached(name):
         with making(name) as aside:
             if aside is not None:

@@ -67,10 +67,10 @@ def read_responder(environment: object, place: str) -> Responder | None:
     Raises:
         UsageError: unknown arguments, or ``tools`` not in OpenAI format.
     """
-    respond: Callable[..., object] | None = getattr(type(environment), "respond", None)
-    if not callable(respond):
+    if not callable(getattr(type(environment), "respond", None)):
         return None
-    names = list(inspect.signature(respond).parameters)[1:]
+    respond: Callable[..., object] = getattr(environment, "respond")  # noqa: B009  # bound, or static
+    names = list(inspect.signature(respond).parameters)
     for name in names:
         if name not in ARGUMENTS:
             raise UsageError(
@@ -80,16 +80,25 @@ def read_responder(environment: object, place: str) -> Responder | None:
     tools: Sequence[Mapping[str, Any]] = ()
     if "calls" in names:
         tools = getattr(environment, "tools", ())
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"{place}, tools: {tools!r:.80} is not a list of tools; use [] if there are none")
     for tool in tools:
-        function = None
-        if isinstance(tool, Mapping):
-            function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        if not _is_tool(tool):
             raise UsageError(
                 f'{place}, tools: {tool!r:.80} is not a tool; write {{"type": "function", "function": {{"name": ..., '
                 '"parameters": ...}}'
             )
     return Responder(frozenset(names), tuple(tools))
+
+
+def _is_tool(tool: object) -> bool:
+    """Check if a tool is described in OpenAI's format; parameters are optional."""
+    function = None
+    if isinstance(tool, Mapping):
+        function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("parameters", {}), Mapping)
 
 
 def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
@@ -111,7 +120,7 @@ def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
     for message in returned:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise ValueError(f"respond returned {message!r:.80}, which is not a message with role and text")
-        roles.add(message.get("role"))
+        roles.add(str(message.get("role")))
         contents.append(result_text(message["content"]))
         if message.get("role") == "tool":
             place = message.get("tool_call_id")
@@ -122,9 +131,7 @@ def read_reply(returned: object, turn: HeardTurn) -> EnvironmentReply | None:
                 raise ValueError(f"respond returned the outcome {outcome!r:.40}; there are {get_args(CallOutcome)}")
             results[place] = (contents[-1], outcome)
     if len(roles) > 1:
-        raise ValueError(
-            f"respond returned messages with several roles ({', '.join(sorted(map(str, roles)))}); use one"
-        )
+        raise ValueError(f"respond returned messages with several roles ({', '.join(sorted(roles))}); use one")
     (role,) = roles
     calls = tuple(
         Call(name, arguments, *results.get(place, ("", "ok")))

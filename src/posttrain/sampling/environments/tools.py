@@ -152,9 +152,9 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Extract parameters from a tool schema, which may be untrusted."""
-    parameters = schema["function"].get("parameters") or {}
-    properties = parameters.get("properties")
-    if isinstance(properties, Mapping):
+    parameters = schema["function"].get("parameters")
+    if isinstance(parameters, Mapping) and isinstance(parameters.get("properties"), Mapping):
+        properties: Mapping[str, Any] = parameters["properties"]
         return properties
     return {}
 

@@ -101,11 +101,7 @@ class PrefetchSource(RolloutSource):
         """Sample a batch with current weights (``version``)."""
 
         def sample() -> Drawn:
-            self.engine.in_background = self._thread is not None
-            try:
-                drawn = self.draw(batch * self.updates + 1, batch)
-            finally:
-                self.engine.in_background = False
+            drawn = self.draw(batch * self.updates + 1, batch)
             drawn.version = version
             return drawn
 

@@ -18,6 +18,7 @@ from posttrain.types import Example, Tokenizer
 Unit = tuple[TokenRow, ...]
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
 MAX_CACHED_TOKENS = 1 << 21  # of units encoded when drawn
+MOST_REASONS = 3  # in a warning
 
 
 class Labels:
@@ -184,7 +185,8 @@ class TaskUnits(Sequence[Unit]):
         self._drawn: dict[int, tuple[Unit, ...]] = {}  # as above; least recently drawn first
         self._num_cached = 0  # tokens
         self.has_conversations = False
-        self._replaced: dict[int, str] = {}  # place -> reason
+        self._replaced: dict[int, int] = {}  # place -> place of the unit drawn instead
+        self._reasons: dict[str, None] = {}  # why, in the order found
         self._places = self._find_places()
         if not self._places:
             raise self._nothing_left()
@@ -201,17 +203,32 @@ class TaskUnits(Sequence[Unit]):
     def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self._places))[index]
+        if place in self._replaced:
+            place = self._replaced[place]
+        item, number = self._places[place]
+        usable = self._usable(item)
+        if number < len(usable):
+            return usable[number]
+        return self._following(place)
+
+    def _following(self, place: int) -> Unit:
+        """Find the next usable unit of the same part, for a place whose unit cannot be trained on."""
         size = len(self._places)
-        place = range(size)[index]
-        part = self._part_of(self._places[place][0])
-        for step in range(size):
-            item, number = self._places[(place + step) % size]
+        item, number = self._places[place]
+        part = self._part_of(item)
+        self._note_reasons(item)
+        skipped = [place]
+        for step in range(1, size):
+            following = (place + step) % size
+            item, number = self._places[following]
             if self._part_of(item) != part:
                 continue
             usable = self._usable(item)
             if number < len(usable):
+                self._replaced |= dict.fromkeys(skipped, following)
                 return usable[number]
-            self._replaced.setdefault((place + step) % size, self._reason(item))
+            skipped.append(following)
         raise AssertionError("a probed unit is usable")
 
     @property
@@ -255,7 +272,7 @@ class TaskUnits(Sequence[Unit]):
         if not self._replaced:
             return None
         count = 10 ** (len(str(len(self._replaced))) - 1)
-        reasons = "; ".join(list(dict.fromkeys(self._replaced.values()))[:3])
+        reasons = "; ".join(self._reasons)
         name = UNIT_NAMES[self.shape]
         return (
             f"task {self.task.name!r}: {count:,} {name} drawn so far cannot be trained on ({reasons}); each was "
@@ -340,11 +357,13 @@ class TaskUnits(Sequence[Unit]):
             self._num_cached -= _num_tokens(self._drawn.pop(oldest))
         return units
 
-    def _reason(self, item: int) -> str:
-        """Explain why an example gives fewer units than probed ones."""
+    def _note_reasons(self, item: int) -> None:
+        """Note why an example gives fewer units than probed ones, up to ``MOST_REASONS``."""
         found = self.encoder.encode(self.task.examples[item], self._labels)
-        reasons = [unit for unit in found if isinstance(unit, str)]
-        return "; ".join(dict.fromkeys(reasons)) or "fewer rows than the first examples"
+        reasons = [unit for unit in found if isinstance(unit, str)] or ["fewer rows than the first examples"]
+        for reason in reasons:
+            if len(self._reasons) < MOST_REASONS:
+                self._reasons.setdefault(reason)
 
     def _part_of(self, item: int) -> str:
         examples = self.task.examples
