@@ -6,8 +6,8 @@
 
 Every figure is of a process of its own, so that peak memory is that of one side; the first step of a process warms up
 and is not counted. Seconds are CPU-seconds of all threads, and by the clock. GRPO: 16 prompts × 8 answers of 48 tokens,
-one update of all weights, TRL's in two halves. SFT: 16 ragged rows. Sampling: 48 tokens each, with log-probabilities. Results go to
-benchmarks/results/known_model.json.
+one update of all weights, TRL's in two halves. SFT: 16 ragged rows. Sampling: 48 tokens each, with log-probabilities.
+Results go to benchmarks/results/known_model.json.
 """
 
 from __future__ import annotations
