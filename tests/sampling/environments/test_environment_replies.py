@@ -99,6 +99,10 @@ class OddTool(Caller):
     tools: ClassVar[list[Any]] = [{"type": "function", "function": {"name": "add", "parameters": "a"}}]
 
 
+class Twice(Caller):
+    tools: ClassVar[list[Any]] = [TOOL, TOOL]
+
+
 class Static(Riddle):
     @staticmethod
     def respond(text: str) -> str:  # type: ignore[override]
@@ -121,7 +125,7 @@ class Named(Riddle):
 
 
 NAMES = ("Named", "Riddle", "Caller", "Mute", "Asking", "NoTools", "Static", "Wrong", "NoMetrics")
-NAMES += ("TextTools", "Unlisted", "OddTool")
+NAMES += ("TextTools", "Unlisted", "OddTool", "Twice")
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +226,7 @@ def test_environment_that_returns_something_else_fails(tokenizer: Any, name: str
         ("TextTools", ["tools", "'add' is not a list"]),
         ("Unlisted", ["tools", "None is not a list"]),
         ("OddTool", ["tools", "'parameters': 'a'"]),
+        ("Twice", ["tools", "2 tools are named 'add'"]),
     ],
 )
 def test_environment_that_cannot_be_given_what_it_asks_for_is_refused(name: str, named: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -88,6 +89,10 @@ def read_responder(environment: object, place: str) -> Responder | None:
                 f'{place}, tools: {tool!r:.80} is not a tool; write {{"type": "function", "function": {{"name": ..., '
                 '"parameters": ...}}'
             )
+    named = Counter(str(tool["function"]["name"]) for tool in tools)
+    for name, count in named.items():
+        if count > 1:
+            raise UsageError(f"{place}, tools: {count} tools are named {name!r}; give each its own name")
     return Responder(frozenset(names), tuple(tools))
 
 
