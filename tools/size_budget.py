@@ -47,7 +47,7 @@ TOKENS: dict[str, int] = {
     "recipes": 14_483,
     "reports": 17_598,
     "runs": 47_083,
-    "sampling": 62_215,
+    "sampling": 62_259,
     "store": 20_916,
     "sweeps": 26_292,
     "terminal": 4_444,
