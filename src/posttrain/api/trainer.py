@@ -246,6 +246,9 @@ class Trainer:
                 f": pt.Trainer(..., objective={word.name!r})"
             )
         function: Callable[[Outputs, Batch], Loss] = entry.bind(word.options, "objective")
+        own = self.recipe.objective
+        if word.name == own.name and entry.options_model(**word.options) == entry.options_model(**own.options):
+            return method  # skips rows that cannot contribute, as ``train`` does
         regularize = self.recipe.regularize
         if regularize is not None and entry.traits.get("policy_term"):
             function = with_regularizers(function, **regularize.model_dump())
