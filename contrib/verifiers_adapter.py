@@ -194,7 +194,7 @@ def _environment(key: str, load: str, args: dict[str, Any] | None) -> Any:
 
 
 class _Unusable(Exception):
-    """Why an environment cannot be used, after its name."""
+    """Raised if an environment cannot be used. The message follows its name."""
 
 
 @lru_cache(maxsize=16)

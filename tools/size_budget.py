@@ -45,7 +45,7 @@ TOKENS: dict[str, int] = {
     "models": 44_065,
     "other_names": 5_676,
     "recipes": 14_483,
-    "reports": 17_598,
+    "reports": 17_605,
     "runs": 47_083,
     "sampling": 62_259,
     "store": 20_916,

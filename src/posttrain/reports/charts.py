@@ -242,7 +242,7 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
         grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
         for index, panel in enumerate(panels):
             part = figure.add_subfigure(grid[divmod(index, columns)])
-            caption = textwrap.fill(harmless(panel.caption), 74)
+            caption = textwrap.fill(harmless(panel.caption).replace("`", ""), 74)  # a picture has no markup
             _draw(part, panel).set_title(caption, loc="left", fontsize=7.5, color=COLORS["soft"])
             part.suptitle(harmless(panel.title), x=0.02, ha="left", fontsize=10, fontweight="bold", color=INK)
         with storage_errors(target.name, target):
